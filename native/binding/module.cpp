@@ -1,0 +1,164 @@
+// Python's door to the kernels: checks arguments, lets go of the GIL, turns results into Python objects.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../core/chunk.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using thinwire::RateTable;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using SourceCounts = nb::ndarray<const uint64_t, nb::shape<-1, 3, -1>, nb::c_contig, nb::device::cpu>;
+using Counts = nb::ndarray<uint64_t, nb::shape<3, -1>, nb::c_contig, nb::device::cpu>;
+
+constexpr size_t kTableBytes = 2 + 2 * thinwire::kClassCount;
+
+// Memory that is written before it is read: a vector would clear it first.
+template <class T>
+std::unique_ptr<T[]> uninitialised(size_t count) {
+  return std::unique_ptr<T[]>(new T[count]);
+}
+
+struct Codec {
+  thinwire::Layout layout;
+  std::vector<RateTable> tables;
+  const thinwire::Kernels* kernels;
+
+  Codec(int word_bytes, int field_shift, int field_mask, bool ordered, const Bytes& packed, const std::string& instructions) {
+    if (word_bytes != 1 && word_bytes != 2 && word_bytes != 4 && word_bytes != 8) throw nb::value_error("word_bytes must be 1, 2, 4 or 8");
+    if (field_shift < 0 || field_shift >= 8 * word_bytes) throw nb::value_error("field_shift lies outside the word");
+    // One-byte fields let the wide kernels hold a class in a byte.
+    if (field_mask < 0 || field_mask >= static_cast<int>(thinwire::kFieldCountMax) || (word_bytes == 2 && field_mask > 255)) {
+      throw nb::value_error("field_mask is out of range");
+    }
+    layout = {static_cast<uint8_t>(word_bytes), static_cast<uint8_t>(field_shift), static_cast<uint16_t>(field_mask), ordered};
+    if (packed.size() % kTableBytes || packed.size() / kTableBytes > thinwire::kMaxTables) throw nb::value_error("tables are malformed");
+    for (size_t at = 0; at < packed.size(); at += kTableBytes) {
+      RateTable table;
+      const uint8_t* p = packed.data() + at;
+      table.top = static_cast<uint16_t>(p[0] | p[1] << 8);
+      if (table.top > field_mask) throw nb::value_error("a table's top lies outside the class field");
+      std::memcpy(table.rate, p + 2, thinwire::kClassCount);
+      std::memcpy(table.one, p + 2 + thinwire::kClassCount, thinwire::kClassCount);
+      tables.push_back(table);
+    }
+    kernels = instructions.empty() ? &thinwire::best_kernels() : thinwire::kernels_named(instructions.c_str());
+    if (!kernels) throw nb::value_error("this processor does not run that instruction set");
+  }
+
+  size_t words(size_t bytes) const {
+    if (bytes % layout.word_bytes) throw nb::value_error("the buffer is not a whole number of words");
+    const size_t count = bytes / layout.word_bytes;
+    if (count > thinwire::kMaxChunkElements) throw nb::value_error("a chunk holds at most 2**20 words");
+    return count;
+  }
+
+  // (data or None where it did not fit, changed_count, base_digest, new_digest, steps down, steps up)
+  nb::tuple encode(const Bytes& base, const Bytes& changed, size_t capacity) const {
+    if (base.size() != changed.size()) throw nb::value_error("base and new differ in size");
+    if (tables.empty()) throw nb::value_error("encoding needs a table");
+    const size_t count = words(base.size());
+    if (capacity > base.size() + 64) capacity = base.size() + 64;
+    auto positions = uninitialised<uint32_t>(count + 1);
+    auto words = uninitialised<uint8_t>(2 * base.size() + 8);
+    auto out = uninitialised<uint8_t>(capacity + 1);
+    thinwire::EncodeResult result;
+    {
+      nb::gil_scoped_release release;
+      result = kernels->encode({base.data(), changed.data(), count, tables.data(), tables.size(), positions.get(), words.get(), out.get(), capacity}, layout);
+    }
+    nb::object data = nb::none();
+    if (result.status == thinwire::Status::ok) data = nb::bytes(reinterpret_cast<const char*>(out.get()), result.size);
+    nb::list down, up;
+    for (int octave = 0; octave < 8 * layout.word_bytes; ++octave) {
+      down.append(result.steps.by_octave[0][octave]);
+      up.append(result.steps.by_octave[1][octave]);
+    }
+    return nb::make_tuple(data, result.changed_count, result.base_digest, result.new_digest, down, up);
+  }
+
+  thinwire::DecodeResult run(const Bytes& base, void* out, const Bytes& data, uint32_t* positions, void* kept, bool keep_old) const {
+    const size_t count = words(base.size());
+    auto scratch = uninitialised<uint64_t>(thinwire::decode_scratch_bytes() / 8 + 8);
+    nb::gil_scoped_release release;
+    return kernels->decode({base.data(), out, count, tables.data(), tables.size(), data.data(), data.size(), positions, kept, keep_old, scratch.get()}, layout);
+  }
+
+  // (new_digest, changed_count), or None where no encoder could have written the data.
+  nb::object decode(const Bytes& base, const MutableBytes& out, const Bytes& data) const {
+    if (base.size() != out.size()) throw nb::value_error("base and out differ in size");
+    const auto result = run(base, out.data(), data, nullptr, nullptr, false);
+    if (result.status != thinwire::Status::ok) return nb::none();
+    return nb::make_tuple(result.new_digest, result.changed_count);
+  }
+
+  // (ok, new_digest, positions u4 little-endian, words): of the new words, or, in place, of the words overwritten.
+  nb::tuple changes(const Bytes& base, const Bytes& data, bool in_place) const {
+    const size_t count = words(base.size());
+    auto positions = uninitialised<uint32_t>(count + 1);
+    auto kept = uninitialised<uint8_t>(base.size() + 8);
+    void* out = in_place ? const_cast<uint8_t*>(base.data()) : nullptr;
+    const auto result = run(base, out, data, positions.get(), kept.get(), in_place);
+    return nb::make_tuple(result.status == thinwire::Status::ok, result.new_digest,
+                          nb::bytes(reinterpret_cast<const char*>(positions.get()), result.changed_count * 4),
+                          nb::bytes(reinterpret_cast<const char*>(kept.get()), result.changed_count * layout.word_bytes));
+  }
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "thinwire's kernels. Use thinwire.codec, which checks more and explains errors.";
+  nb::class_<Codec>(m, "Codec", "Codes chunks of one dtype with a set of tables.")
+      .def(nb::init<int, int, int, bool, const Bytes&, const std::string&>(), "word_bytes"_a, "field_shift"_a, "field_mask"_a,
+           "ordered"_a, "tables"_a, "instructions"_a = "")
+      .def("encode", &Codec::encode, "base"_a, "new"_a, "capacity"_a)
+      .def("decode", &Codec::decode, "base"_a, "out"_a, "data"_a)
+      .def("changes", [](const Codec& codec, const Bytes& base, const Bytes& data) { return codec.changes(base, data, false); }, "base"_a, "data"_a)
+      .def("decode_in_place", [](const Codec& codec, const MutableBytes& base, const Bytes& data) { return codec.changes(Bytes(base), data, true); },
+           "base"_a, "data"_a)
+      .def("sample", [](const Codec& codec, const Bytes& base, const Bytes& changed, size_t first, size_t stride, const Counts& counts) {
+             if (base.size() != changed.size() || stride == 0) throw nb::value_error("base and new differ in size, or the stride is 0");
+             if (counts.shape(1) != size_t{codec.layout.field_mask} + 1) throw nb::value_error("counts do not fit the class field");
+             const size_t count = codec.words(base.size());
+             nb::gil_scoped_release release;
+             thinwire::sample(base.data(), changed.data(), count, codec.layout, first, stride, counts.data());
+           }, "base"_a, "new"_a, "first"_a, "stride"_a, "counts"_a);
+  m.def("fit", [](const SourceCounts& counts, uint64_t total_words) {
+    RateTable tables[thinwire::kFitTables];
+    const size_t count = thinwire::fit(counts.data(), counts.shape(0), counts.shape(2), total_words, tables);
+    std::string packed;
+    for (size_t t = 0; t < count; ++t) {
+      packed.push_back(static_cast<char>(tables[t].top & 255));
+      packed.push_back(static_cast<char>(tables[t].top >> 8));
+      packed.append(reinterpret_cast<const char*>(tables[t].rate), thinwire::kClassCount);
+      packed.append(reinterpret_cast<const char*>(tables[t].one), thinwire::kClassCount);
+    }
+    return nb::bytes(packed.data(), packed.size());
+  }, "counts"_a, "total_words"_a);
+  m.def("xxh3_64", [](const Bytes& data) {
+    nb::gil_scoped_release release;
+    return thinwire::best_kernels().digest(data.data(), data.size());
+  }, "data"_a);
+  m.def("instruction_sets", [] {
+    std::vector<std::string> names;
+    for (const char* name : {"avx512", "avx2", "scalar"}) {
+      if (thinwire::kernels_named(name)) names.emplace_back(name);
+    }
+    return names;
+  });
+}

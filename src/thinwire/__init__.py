@@ -1,0 +1,30 @@
+"""thinwire moves new model weights from an RL trainer to its samplers as tiny, exact deltas."""
+
+from thinwire.codec.api import (
+    ChangedElements,
+    Inspection,
+    changes,
+    decode,
+    decode_into,
+    decode_tensors,
+    encode,
+    encode_tensors,
+    inspect,
+)
+from thinwire.codec.chunk import Spec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ChangedElements",
+    "Inspection",
+    "Spec",
+    "__version__",
+    "changes",
+    "decode",
+    "decode_into",
+    "decode_tensors",
+    "encode",
+    "encode_tensors",
+    "inspect",
+]

@@ -1,0 +1,1 @@
+"""Two tensors to bytes and back. See docs/format.md for the bytes."""

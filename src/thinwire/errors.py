@@ -1,0 +1,176 @@
+"""Every exception that thinwire raises on purpose.
+
+::
+
+    ThinwireError
+    |- InvalidArgument (ValueError)      the call itself is wrong; nothing was done
+    |- FormatError                       the bytes of a delta or checkpoint are wrong
+    |  |- Truncated (EOFError)           they end too early: fetch or write them again
+    |  |- Corrupt                        they contradict themselves
+    |  |- ChecksumMismatch               they are not what their digest says
+    |  |- Unsupported                    a version, flag, method or dtype this release does not know
+    |  `- LimitExceeded                  a count or size beyond a named limit
+    |- ApplyError                        the delta is sound but does not fit the base
+    |  |- BaseMismatch                   the base holds other weights than the delta was made from
+    |  |- TensorMismatch                 a tensor is missing, or differs in dtype or shape
+    |  `- BaseUnusable                   the base cannot be trusted or written now
+    `- StoreError (OSError)              reading or writing files failed
+       |- NotFound (FileNotFoundError)
+       |- AlreadyExists (FileExistsError)
+       |- AccessDenied (PermissionError)
+       `- Unavailable                    no space, or the device failed
+
+A message says what and where; ``hint`` says what to do next; ``context`` holds the same facts for
+programs. ``retryable`` is true where the same call may succeed later without a change.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class ThinwireError(Exception):
+    """The root: catches everything that thinwire raises on purpose.
+
+    Attributes:
+        message: What went wrong and where, one sentence.
+        hint: What to do next; may be empty.
+        context: The facts of the message by name.
+    """
+
+    code: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, hint: str = "", **context: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.context = context
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.hint, self.context)
+
+
+def _rebuild(
+    cls: type[ThinwireError], message: str, hint: str, context: dict[str, Any]
+) -> ThinwireError:
+    return cls(message, hint=hint, **context)
+
+
+class InvalidArgument(ThinwireError, ValueError):
+    """The call itself is wrong; nothing was done."""
+
+    code = "invalid-argument"
+    exit_code = 2
+
+
+class FormatError(ThinwireError):
+    """The bytes of a delta or a checkpoint are wrong; nothing was changed."""
+
+    code = "format"
+    exit_code = 3
+
+
+class Truncated(FormatError, EOFError):
+    """The bytes end too early."""
+
+    code = "truncated"
+
+
+class Corrupt(FormatError):
+    """The bytes contradict themselves."""
+
+    code = "corrupt"
+
+
+class ChecksumMismatch(FormatError):
+    """The bytes are not what their digest says."""
+
+    code = "checksum-mismatch"
+
+
+class Unsupported(FormatError):
+    """A version, flag, method or dtype that this release does not know."""
+
+    code = "unsupported"
+
+
+class LimitExceeded(FormatError):
+    """A count or a size beyond a named limit, refused before memory is taken."""
+
+    code = "limit-exceeded"
+
+
+class ApplyError(ThinwireError):
+    """The delta is sound but does not fit the base; the base is untouched."""
+
+    code = "apply"
+    exit_code = 4
+
+
+class BaseMismatch(ApplyError):
+    """The base holds other weights than the delta was made from."""
+
+    code = "base-mismatch"
+
+
+class TensorMismatch(ApplyError):
+    """A tensor is missing, or differs in dtype or shape."""
+
+    code = "tensor-mismatch"
+
+
+class BaseUnusable(ApplyError):
+    """The base cannot be trusted or cannot be written now."""
+
+    code = "base-unusable"
+
+
+class StoreError(ThinwireError, OSError):
+    """Reading or writing files failed."""
+
+    code = "store"
+    exit_code = 5
+
+
+class NotFound(StoreError, FileNotFoundError):
+    """A file or folder is missing."""
+
+    code = "not-found"
+
+
+class AlreadyExists(StoreError, FileExistsError):
+    """The target exists and was not to be replaced."""
+
+    code = "already-exists"
+
+
+class AccessDenied(StoreError, PermissionError):
+    """The operating system refused access."""
+
+    code = "access-denied"
+
+
+class Unavailable(StoreError):
+    """No space left, or the device failed; the target is as it was."""
+
+    code = "unavailable"
+    retryable = True
+
+
+def from_os_error(error: OSError, doing: str, path: object) -> StoreError:
+    """The ``StoreError`` for an ``OSError`` met while ``doing`` something to ``path``."""
+    reason = error.strerror or str(error)
+    cls: type[StoreError] = Unavailable
+    hint = "Free some space or check the device, then run the same command again"
+    if isinstance(error, FileNotFoundError):
+        cls, hint = NotFound, "Check the path"
+    elif isinstance(error, FileExistsError):
+        cls, hint = AlreadyExists, "Choose another path or remove it first"
+    elif isinstance(error, PermissionError):
+        cls, hint = AccessDenied, "Check the owner and mode of the path"
+    return cls(f"{doing} {path}: {reason}", hint=hint, path=str(path), errno=error.errno)
