@@ -27,11 +27,32 @@ using Counts = nb::ndarray<uint64_t, nb::shape<3, -1>, nb::c_contig, nb::device:
 
 constexpr size_t kTableBytes = 2 + 2 * thinwire::kClassCount;
 
-// Memory that is written before it is read: a vector would clear it first.
-template <class T>
-std::unique_ptr<T[]> uninitialised(size_t count) {
-  return std::unique_ptr<T[]>(new T[count]);
-}
+// Memory that a thread keeps between chunks: asking the system each time costs as much as coding a small chunk.
+class Scratch {
+ public:
+  template <class T>
+  T* take(size_t count) {
+    const size_t bytes = (count * sizeof(T) + 63) & ~size_t{63};
+    if (bytes > size_) {
+      memory_.reset(new (std::align_val_t{64}) uint8_t[bytes]);
+      size_ = bytes;
+    }
+    return reinterpret_cast<T*>(memory_.get());
+  }
+
+ private:
+  struct Free {
+    void operator()(uint8_t* p) const { ::operator delete[](p, std::align_val_t{64}); }
+  };
+  std::unique_ptr<uint8_t[], Free> memory_;
+  size_t size_ = 0;
+};
+
+// What one chunk needs at a time.
+struct ThreadScratch {
+  Scratch positions, words, out;
+};
+thread_local ThreadScratch scratch;
 
 struct Codec {
   thinwire::Layout layout;
@@ -73,16 +94,16 @@ struct Codec {
     if (tables.empty()) throw nb::value_error("encoding needs a table");
     const size_t count = words(base.size());
     if (capacity > base.size() + 64) capacity = base.size() + 64;
-    auto positions = uninitialised<uint32_t>(count + 1);
-    auto words = uninitialised<uint8_t>(2 * base.size() + 8);
-    auto out = uninitialised<uint8_t>(capacity + 1);
+    auto* const positions = scratch.positions.take<uint32_t>(count + 1);
+    auto* const words = scratch.words.take<uint8_t>(2 * base.size() + 8);
+    auto* const out = scratch.out.take<uint8_t>(capacity + 1);
     thinwire::EncodeResult result;
     {
       nb::gil_scoped_release release;
-      result = kernels->encode({base.data(), changed.data(), count, tables.data(), tables.size(), positions.get(), words.get(), out.get(), capacity}, layout);
+      result = kernels->encode({base.data(), changed.data(), count, tables.data(), tables.size(), positions, words, out, capacity}, layout);
     }
     nb::object data = nb::none();
-    if (result.status == thinwire::Status::ok) data = nb::bytes(reinterpret_cast<const char*>(out.get()), result.size);
+    if (result.status == thinwire::Status::ok) data = nb::bytes(reinterpret_cast<const char*>(out), result.size);
     nb::list down, up;
     for (int octave = 0; octave < 8 * layout.word_bytes; ++octave) {
       down.append(result.steps.by_octave[0][octave]);
@@ -93,9 +114,9 @@ struct Codec {
 
   thinwire::DecodeResult run(const Bytes& base, void* out, const Bytes& data, uint32_t* positions, void* kept, bool keep_old) const {
     const size_t count = words(base.size());
-    auto scratch = uninitialised<uint64_t>(thinwire::decode_scratch_bytes() / 8 + 8);
+    void* const work = scratch.out.take<uint8_t>(thinwire::decode_scratch_bytes());
     nb::gil_scoped_release release;
-    return kernels->decode({base.data(), out, count, tables.data(), tables.size(), data.data(), data.size(), positions, kept, keep_old, scratch.get()}, layout);
+    return kernels->decode({base.data(), out, count, tables.data(), tables.size(), data.data(), data.size(), positions, kept, keep_old, work}, layout);
   }
 
   // (new_digest, changed_count), or None where no encoder could have written the data.
@@ -109,13 +130,13 @@ struct Codec {
   // (ok, new_digest, positions u4 little-endian, words): of the new words, or, in place, of the words overwritten.
   nb::tuple changes(const Bytes& base, const Bytes& data, bool in_place) const {
     const size_t count = words(base.size());
-    auto positions = uninitialised<uint32_t>(count + 1);
-    auto kept = uninitialised<uint8_t>(base.size() + 8);
+    auto* const positions = scratch.positions.take<uint32_t>(count + 1);
+    auto* const kept = scratch.words.take<uint8_t>(base.size() + 8);
     void* out = in_place ? const_cast<uint8_t*>(base.data()) : nullptr;
-    const auto result = run(base, out, data, positions.get(), kept.get(), in_place);
+    const auto result = run(base, out, data, positions, kept, in_place);
     return nb::make_tuple(result.status == thinwire::Status::ok, result.new_digest,
-                          nb::bytes(reinterpret_cast<const char*>(positions.get()), result.changed_count * 4),
-                          nb::bytes(reinterpret_cast<const char*>(kept.get()), result.changed_count * layout.word_bytes));
+                          nb::bytes(reinterpret_cast<const char*>(positions), result.changed_count * 4),
+                          nb::bytes(reinterpret_cast<const char*>(kept), result.changed_count * layout.word_bytes));
   }
 };
 

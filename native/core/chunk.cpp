@@ -17,14 +17,14 @@ void sample_words(const W* base, const W* changed, size_t count, const Layout& l
   constexpr int bits = 8 * sizeof(W);
   const size_t fields = size_t{layout.field_mask} + 1;
   uint64_t *const all = counts, *const changes = counts + fields, *const ones = counts + 2 * fields;
-  uint32_t seen[4][kFieldCountMax];  // four, so that equal neighbours do not wait for each other
+  uint32_t seen[4][kFieldCountMax];
   for (auto& row : seen) std::fill_n(row, fields, 0);
   for (size_t start = first * kSampleElements; start < count; start += stride * kSampleElements) {
     const size_t end = std::min(count, start + kSampleElements);
+    count_fields(base + start, end - start, layout, seen);
     for (size_t i = start; i < end; ++i) {
-      const uint32_t field = field_of(base[i], layout);
-      seen[i & 3][field] += 1;
       if (base[i] == changed[i]) continue;
+      const uint32_t field = field_of(base[i], layout);
       changes[field] += 1;
       const uint64_t step = (to_order(changed[i], bits, layout.ordered) - to_order(base[i], bits, layout.ordered)) & word_mask(bits);
       ones[field] += step == 1 || step == word_mask(bits);

@@ -79,16 +79,28 @@ struct Avx2 {
     }
   }
 
-  static void group_sums(const uint16_t* base, const Layout& layout, const Costs& costs, uint32_t* sums) {
+  using Prefix = const uint32_t*;
+
+  static Prefix load_prefix(const uint32_t* before) { return before; }
+
+  static TW_INLINE Prefix group_prefix(const uint16_t* base, const Layout& layout, const Costs& costs, uint32_t* before) {
     const Tables t = tables(layout, costs);
-    alignas(32) uint64_t groups[4];
-    for (int i = 0; i < 4; ++i) {
-      _mm256_store_si256(reinterpret_cast<__m256i*>(groups), groups_of_32(base + 32 * i, t));
-      sums[4 * i] = static_cast<uint32_t>(groups[0]);
-      sums[4 * i + 1] = static_cast<uint32_t>(groups[2]);
-      sums[4 * i + 2] = static_cast<uint32_t>(groups[1]);
-      sums[4 * i + 3] = static_cast<uint32_t>(groups[3]);
+    alignas(32) uint64_t groups[16];
+    for (int i = 0; i < 4; ++i) _mm256_store_si256(reinterpret_cast<__m256i*>(groups + 4 * i), groups_of_32(base + 32 * i, t));
+    uint32_t sum = 0;
+    for (int i = 0; i < 16; i += 4) {
+      before[i] = sum += static_cast<uint32_t>(groups[i]);
+      before[i + 1] = sum += static_cast<uint32_t>(groups[i + 2]);
+      before[i + 2] = sum += static_cast<uint32_t>(groups[i + 1]);
+      before[i + 3] = sum += static_cast<uint32_t>(groups[i + 3]);
     }
+    return before;
+  }
+
+  static TW_INLINE size_t count_at_most(Prefix prefix, uint32_t reach) {
+    size_t count = 0;
+    for (size_t g = 0; g < kGroupsPerBlock; ++g) count += prefix[g] <= reach;
+    return count;
   }
 
   static void accumulate(uint64_t* acc, const uint8_t* data, const uint8_t* secret, size_t stripes) {

@@ -62,13 +62,28 @@ struct Avx512 {
     }
   }
 
-  static void group_sums(const uint16_t* base, const Layout& layout, const Costs& costs, uint32_t* sums) {
+  using Prefix = __m512i;
+
+  static TW_INLINE Prefix load_prefix(const uint32_t* before) { return _mm512_loadu_si512(before); }
+
+  // Running sums stay in a register: reading back what scalar stores wrote would wait for them.
+  static TW_INLINE Prefix group_prefix(const uint16_t* base, const Layout& layout, const Costs& costs, uint32_t* before) {
     const Tables t = tables(layout, costs);
     const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
-    for (int half = 0; half < 2; ++half) {
-      const __m512i groups = _mm512_permutexvar_epi64(order, groups_of_64(base + 64 * half, t));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + 8 * half), _mm512_cvtepi64_epi32(groups));
-    }
+    const __m256i first = _mm512_cvtepi64_epi32(_mm512_permutexvar_epi64(order, groups_of_64(base, t)));
+    const __m256i second = _mm512_cvtepi64_epi32(_mm512_permutexvar_epi64(order, groups_of_64(base + 64, t)));
+    const __m512i zero = _mm512_setzero_si512();
+    __m512i sum = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    sum = _mm512_add_epi32(sum, _mm512_alignr_epi32(sum, zero, 15));
+    sum = _mm512_add_epi32(sum, _mm512_alignr_epi32(sum, zero, 14));
+    sum = _mm512_add_epi32(sum, _mm512_alignr_epi32(sum, zero, 12));
+    sum = _mm512_add_epi32(sum, _mm512_alignr_epi32(sum, zero, 8));
+    _mm512_storeu_si512(before, sum);
+    return sum;
+  }
+
+  static TW_INLINE size_t count_at_most(Prefix prefix, uint32_t reach) {
+    return static_cast<size_t>(__builtin_popcount(_mm512_cmple_epu32_mask(prefix, _mm512_set1_epi32(static_cast<int>(reach)))));
   }
 
   static void accumulate(uint64_t* acc, const uint8_t* data, const uint8_t* secret, size_t stripes) {

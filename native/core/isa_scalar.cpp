@@ -26,8 +26,20 @@ struct Scalar {
     for (size_t b = 0; b < blocks; ++b) sums[b] = sum_costs(base + b * kBlockElements, kBlockElements, layout, costs);
   }
 
-  static void group_sums(const uint16_t* base, const Layout& layout, const Costs& costs, uint32_t* sums) {
-    for (size_t g = 0; g < kGroupsPerBlock; ++g) sums[g] = sum_costs(base + g * kGroupElements, kGroupElements, layout, costs);
+  using Prefix = const uint32_t*;
+
+  static Prefix load_prefix(const uint32_t* before) { return before; }
+
+  static Prefix group_prefix(const uint16_t* base, const Layout& layout, const Costs& costs, uint32_t* before) {
+    uint32_t sum = 0;
+    for (size_t g = 0; g < kGroupsPerBlock; ++g) before[g] = sum += sum_costs(base + g * kGroupElements, kGroupElements, layout, costs);
+    return before;
+  }
+
+  static size_t count_at_most(Prefix prefix, uint32_t reach) {
+    size_t count = 0;
+    for (size_t g = 0; g < kGroupsPerBlock; ++g) count += prefix[g] <= reach;
+    return count;
   }
 
   static void accumulate(uint64_t* acc, const uint8_t* data, const uint8_t* secret, size_t stripes) {

@@ -1,5 +1,5 @@
 // Encoder and decoder of one chunk, written once and compiled per instruction set. An Isa supplies the wide loops:
-// diff, block_sums, group_sums (16-bit words), accumulate and scramble (the hash).
+// diff, block_sums and group_prefix (16-bit words), accumulate and scramble (the hash).
 #pragma once
 
 #include <algorithm>
@@ -13,17 +13,32 @@
 
 namespace thinwire {
 
+namespace {  // one copy per instruction set: the linker must not merge them
+
 // Small enough that a piece and its copy stay in the first-level cache while they are summed, coded and hashed.
 inline constexpr size_t kPieceBlocks = 16;
 inline constexpr size_t kPieceElements = kPieceBlocks * kBlockElements;
 // How far ahead of the comparison memory is asked for: hardware stops at each page, and waits during the hashes.
 inline constexpr size_t kPrefetchBytes = 2048;
 // Blocks looked at to choose the shift of a chunk's rates.
-inline constexpr size_t kSampledBlocks = 256;
+inline constexpr size_t kSampledBlocks = 128;
 
 template <class W>
 TW_INLINE uint32_t field_of(W word, const Layout& layout) {
   return static_cast<uint32_t>(word >> layout.field_shift) & layout.field_mask;
+}
+
+// Adds to four rows of counts by field: four, so that equal neighbours do not wait for each other.
+template <class W>
+TW_INLINE void count_fields(const W* base, size_t count, const Layout& layout, uint32_t (*rows)[kFieldCountMax]) {
+  size_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    rows[0][field_of(base[i], layout)] += 1;
+    rows[1][field_of(base[i + 1], layout)] += 1;
+    rows[2][field_of(base[i + 2], layout)] += 1;
+    rows[3][field_of(base[i + 3], layout)] += 1;
+  }
+  for (; i < count; ++i) rows[0][field_of(base[i], layout)] += 1;
 }
 
 template <class W>
@@ -36,6 +51,19 @@ TW_INLINE uint32_t sum_costs(const W* base, size_t count, const Layout& layout, 
   uint32_t sum = 0;
   for (size_t i = 0; i < count; ++i) sum += cost_of(base[i], layout, costs);
   return sum;
+}
+
+// Asks for the block that lies one piece ahead: hardware stops at each page, and the coder leaves memory idle.
+template <class W>
+TW_INLINE void prefetch_ahead(const W* block) {
+  const auto* bytes = reinterpret_cast<const char*>(block + kPieceElements);
+  for (size_t i = 0; i < kBlockElements * sizeof(W); i += 64) __builtin_prefetch(bytes + i);
+}
+
+template <class W>
+TW_INLINE void prefetch_ahead_for_write(W* block) {
+  auto* bytes = reinterpret_cast<char*>(block + kPieceElements);
+  for (size_t i = 0; i < kBlockElements * sizeof(W); i += 64) __builtin_prefetch(bytes + i, 1);
 }
 
 // The cost of each block of a piece; the last block may be short.
@@ -52,24 +80,31 @@ TW_INLINE void piece_sums(const W* base, size_t count, const Layout& layout, con
   }
 }
 
-// A block that changed: the cost before each of its groups of eight, then before each element of one group.
+// A block that changed: the cost before each of its groups of eight.
 template <class Isa, class W>
 struct BlockCosts {
   static constexpr uint32_t kBeyond = 0xFFFFFFFF;  // groups that a short block lacks
   uint32_t before_group[kGroupsPerBlock + 1];
+  typename Isa::Prefix prefix;  // before_group[1] to [16], in a register where there is one
 
   TW_INLINE BlockCosts(const W* base, size_t count, const Layout& layout, const Costs& costs) {
-    uint32_t sums[kGroupsPerBlock];
-    const size_t groups = (count + kGroupElements - 1) / kGroupElements;
-    if (sizeof(W) == 2 && count == kBlockElements) {
-      Isa::group_sums(reinterpret_cast<const uint16_t*>(base), layout, costs, sums);
-    } else {
-      for (size_t g = 0; g < groups; ++g) {
-        sums[g] = sum_costs(base + g * kGroupElements, std::min(kGroupElements, count - g * kGroupElements), layout, costs);
-      }
-    }
     before_group[0] = 0;
-    for (size_t g = 0; g < kGroupsPerBlock; ++g) before_group[g + 1] = g < groups ? before_group[g] + sums[g] : kBeyond;
+    if (sizeof(W) == 2 && count == kBlockElements) {
+      prefix = Isa::group_prefix(reinterpret_cast<const uint16_t*>(base), layout, costs, before_group + 1);
+      return;
+    }
+    for (size_t g = 0; g < kGroupsPerBlock; ++g) {
+      const size_t first = g * kGroupElements;
+      before_group[g + 1] =
+          first < count ? before_group[g] + sum_costs(base + first, std::min(kGroupElements, count - first), layout, costs) : kBeyond;
+    }
+    prefix = Isa::load_prefix(before_group + 1);
+  }
+
+  // The group in which the cost passes `reach`.
+  TW_INLINE size_t group_at(uint32_t reach) const {
+    const size_t passed = Isa::count_at_most(prefix, reach);
+    return passed < kGroupsPerBlock ? passed : kGroupsPerBlock - 1;
   }
 };
 
@@ -140,13 +175,13 @@ void choose_table(const W* base, size_t count, const Layout& layout, const RateT
   const size_t fields = size_t{layout.field_mask} + 1;
   const size_t blocks = (count + kBlockElements - 1) / kBlockElements;
   const size_t stride = std::max<size_t>(1, blocks / kSampledBlocks);
-  uint32_t seen_by_field[4][kFieldCountMax], changed_by_field[kFieldCountMax];  // four: see sample()
+  uint32_t seen_by_field[4][kFieldCountMax], changed_by_field[kFieldCountMax];
   for (auto& row : seen_by_field) std::fill_n(row, fields, 0);
   std::fill_n(changed_by_field, fields, 0);
   uint64_t sampled = 0;
   for (size_t b = 0; b < blocks; b += stride) {
     const size_t start = b * kBlockElements, end = std::min(count, start + kBlockElements);
-    for (size_t i = start; i < end; ++i) seen_by_field[i & 3][field_of(base[i], layout)] += 1;
+    count_fields(base + start, end - start, layout, seen_by_field);
     sampled += end - start;
   }
   for (size_t i = 0; i < changed_count; ++i) changed_by_field[field_of(old_words[i], layout)] += 1;
@@ -188,23 +223,21 @@ TW_INLINE void encode_block(RangeEncoder& coder, ValueModel& model, const Consta
   const BlockCosts<Isa, W> block(base, count, layout, costs);
   size_t from = 0;
   uint32_t before = 0;
-  for (;;) {
+  while (from < count) {
     const size_t at = next.position() - start;
+    if (at >= count) {
+      coder.last_symbol(first_before(k, (total - before) << shift, static_cast<uint32_t>(count - from)));
+      return;
+    }
     const size_t group = at / kGroupElements;
     const uint32_t until = block.before_group[group] + sum_costs(base + group * kGroupElements, at % kGroupElements, layout, costs);
     const uint32_t after = until + cost_of(base[at], layout, costs);
-    const uint32_t low = first_cumulative(k, (until - before) << shift, static_cast<uint32_t>(at - from));
-    const uint32_t high = first_cumulative(k, (after - before) << shift, static_cast<uint32_t>(at + 1 - from));
-    const uint32_t all = first_cumulative(k, (total - before) << shift, static_cast<uint32_t>(count - from));
-    coder.symbol(low, high - low, all);
+    coder.symbol(first_before(k, (until - before) << shift, static_cast<uint32_t>(at - from)),
+                 first_before(k, (after - before) << shift, static_cast<uint32_t>(at + 1 - from)));
     encode_value(coder, model, k, layout, class_of_field(field_of(base[at], layout), costs.top), base[at], next.word(), counts);
     next.advance();
     from = at + 1;
     before = after;
-    if (from == count) return;
-    const bool none = next.position() - start >= count;
-    coder.bit(none, probability_none(k, (total - before) << shift));
-    if (none) return;
   }
 }
 
@@ -267,9 +300,10 @@ EncodeResult encode_chunk(const EncodeJob& job, const Layout& layout) {
     for (size_t b = 0; b * kBlockElements < in_piece; ++b) {
       const size_t start = at + b * kBlockElements;
       const size_t count = std::min(kBlockElements, job.count - start);
-      const bool none = next.position() - start >= count;
-      coder.bit(none, probability_none(k, sums[b] << costs.scale_shift));
-      if (!none) {
+      prefetch_ahead(base + start);
+      if (next.position() - start >= count) {
+        coder.last_symbol(first_before(k, sums[b] << costs.scale_shift, static_cast<uint32_t>(count)));
+      } else {
         encode_block<Isa>(coder, model, k, layout, costs, base + start, count, sums[b], start, next, result.steps);
       }
     }
@@ -292,16 +326,22 @@ class ChunkDecoder {
 
   // Decodes the changes of one piece into positions (relative to the piece, rising) and words. Returns their count,
   // or a count above `count` where no encoder could have written this.
-  TW_INLINE size_t piece(const W* base, size_t count, uint32_t* positions, W* words) {
-    uint32_t sums[kPieceBlocks], none[kPieceBlocks];
+  // `target` is where the piece will be written, for its cache lines.
+  TW_INLINE size_t piece(const W* base, size_t count, W* target, uint32_t* positions, W* words) {
+    uint32_t sums[kPieceBlocks], none[kPieceBlocks];  // `none`: the weight from which on a block has no change
     piece_sums<Isa>(base, count, layout_, costs_, sums);
     const size_t blocks = (count + kBlockElements - 1) / kBlockElements;
-    for (size_t b = 0; b < blocks; ++b) none[b] = probability_none(k_, sums[b] << costs_.scale_shift);
+    for (size_t b = 0; b < blocks; ++b) {
+      const size_t in_block = std::min(kBlockElements, count - b * kBlockElements);
+      none[b] = first_before(k_, sums[b] << costs_.scale_shift, static_cast<uint32_t>(in_block));
+    }
     RangeDecoder coder = coder_;  // a local copy lives in registers
     size_t found = 0;
     for (size_t b = 0; b < blocks; ++b) {
-      if (coder.bit(none[b])) continue;
       const size_t start = b * kBlockElements;
+      prefetch_ahead(base + start);
+      if (target != base) prefetch_ahead_for_write(target + start);
+      if (coder.take_last(none[b])) continue;
       const size_t more = block(coder, base + start, std::min(kBlockElements, count - start), sums[b],
                                 static_cast<uint32_t>(start), positions + found, words + found);
       if (more == 0) return count + 1;
@@ -322,14 +362,14 @@ class ChunkDecoder {
 
   TW_INLINE Found weigh(size_t at, size_t from, uint32_t before, uint32_t until, uint32_t after) {
     const int shift = costs_.scale_shift;
-    return {at, first_cumulative(k_, (until - before) << shift, static_cast<uint32_t>(at - from)),
-            first_cumulative(k_, (after - before) << shift, static_cast<uint32_t>(at + 1 - from)), after};
+    return {at, first_before(k_, (until - before) << shift, static_cast<uint32_t>(at - from)),
+            first_before(k_, (after - before) << shift, static_cast<uint32_t>(at + 1 - from)), after};
   }
 
   // The element at which the block's cost passes `reach`.
   TW_INLINE Found guess(const BlockCosts<Isa, W>& costs, const W* base, size_t count, size_t from, uint32_t before, uint32_t reach) {
-    size_t group = 0;
-    for (size_t g = 1; g < kGroupsPerBlock; ++g) group += costs.before_group[g] <= reach;
+    size_t group = costs.group_at(reach);
+    if (group * kGroupElements >= count) group = (count - 1) / kGroupElements;
     const size_t first = group * kGroupElements, in_group = std::min(kGroupElements, count - first);
     uint32_t until[kGroupElements + 1];
     until[0] = costs.before_group[group];
@@ -347,9 +387,9 @@ class ChunkDecoder {
   }
 
   [[gnu::noinline]] Found search(const BlockCosts<Isa, W>& costs, const W* base, size_t count, size_t from, uint32_t before,
-                                 uint32_t place) {
+                                 uint64_t place) {
     const auto cumulative = [&](size_t group) {
-      return first_cumulative(k_, (costs.before_group[group] - before) << costs_.scale_shift,
+      return first_before(k_, (costs.before_group[group] - before) << costs_.scale_shift,
                               static_cast<uint32_t>(group * kGroupElements - from));
     };
     size_t group = from / kGroupElements, end = (count + kGroupElements - 1) / kGroupElements;
@@ -360,6 +400,7 @@ class ChunkDecoder {
     size_t at = group * kGroupElements;
     uint32_t until = costs.before_group[group];
     for (;; ++at) {
+      if (at == count) return {from, 1, 0, 0};  // in no valid stream
       const uint32_t after = until + cost_of(base[at], layout_, costs_);
       if (at >= from) {
         const Found found = weigh(at, from, before, until, after);
@@ -374,24 +415,20 @@ class ChunkDecoder {
     const BlockCosts<Isa, W> costs(base, count, layout_, costs_);
     size_t from = 0, found = 0;
     uint32_t before = 0;
-    for (;;) {
-      const uint32_t all = first_cumulative(k_, (total - before) << shift, static_cast<uint32_t>(count - from));
-      const uint32_t hint = coder.open(all);
-      // Where the cost itself says it lies; the slow search decides where rounding makes that wrong.
-      Found hit = guess(costs, base, count, from, before, before + (inverse_first(k_, hint) >> shift));
+    do {
+      // Where the cost itself says the change lies; the slow search decides where rounding makes that wrong.
+      Found hit = guess(costs, base, count, from, before, before + (inverse_first(k_, coder.hint()) >> shift));
       if (!coder.take(hit.low, hit.high)) {
-        const uint32_t place = coder.place();
-        if (place >= all) return 0;
-        hit = search(costs, base, count, from, before, place);
-        coder.take(hit.low, hit.high);
+        hit = search(costs, base, count, from, before, coder.place());
+        if (!coder.take(hit.low, hit.high)) return 0;
       }
-      const size_t at = hit.at;
-      positions[found] = start + static_cast<uint32_t>(at);
-      words[found++] = decode_value(coder, model_, k_, layout_, class_of_field(field_of(base[at], layout_), costs_.top), base[at]);
+      positions[found] = start + static_cast<uint32_t>(hit.at);
+      const int cls = class_of_field(field_of(base[hit.at], layout_), costs_.top);
+      words[found++] = decode_value(coder, model_, k_, layout_, cls, base[hit.at]);
       before = hit.after;
-      from = at + 1;
-      if (from == count || coder.bit(probability_none(k_, (total - before) << shift))) return found;
-    }
+      from = hit.at + 1;
+    } while (from < count && !coder.take_last(first_before(k_, (total - before) << shift, static_cast<uint32_t>(count - from))));
+    return found;
   }
 
   const Constants& k_;
@@ -432,12 +469,12 @@ DecodeResult decode_chunk(const DecodeJob& job, const Layout& layout) {
   }
   for (size_t at = 0; at < job.count; at += kPieceElements) {
     const size_t count = std::min(kPieceElements, job.count - at);
-    size_t found = job.size ? storage.decoder.piece(base + at, count, positions, words) : 0;
+    W* const target = out ? out + at : piece_copy;
+    const size_t found = job.size ? storage.decoder.piece(base + at, count, target, positions, words) : 0;
     if (found > count) {
       result.status = Status::corrupt;
       break;
     }
-    W* target = out ? out + at : piece_copy;
     if (target != base + at) {
       if (!out) std::memcpy(kept_tail, kept_tail + kPieceElements, kStripeBytes);
       std::memcpy(target, base + at, count * sizeof(W));
@@ -485,5 +522,7 @@ DecodeResult decode_any(const DecodeJob& job, const Layout& layout) {
     default: return decode_chunk<Isa, uint64_t>(job, layout);
   }
 }
+
+}  // namespace
 
 }  // namespace thinwire

@@ -16,7 +16,7 @@ inline constexpr int kClassCount = 32;
 inline constexpr int kRateBias = 56;      // rate byte r: odds of a change are 2^-((r - 56) / 8)
 inline constexpr int kRateMax = 255;
 inline constexpr int kExpBits = 31;       // 2^-x is held as an integer of this many bits
-inline constexpr int kFirstShift = 7;     // 31-bit probabilities are cut to 24 bits for the first-change symbol
+inline constexpr int kSymbolBits = 24;    // weights of the first-change symbol are of 2^24
 inline constexpr uint32_t kBitOne = 1u << 16;
 
 // How a dtype's bits are read. `ordered`: sign and magnitude, so the order of the values is not that of the bits.
@@ -69,22 +69,18 @@ TW_INLINE uint32_t exp2_neg(const Constants& k, uint32_t cost16) {
   return static_cast<uint32_t>(product >> kExpBits) >> whole;
 }
 
-// P(no change) of 16 bits, never 0 and never 1.
-TW_INLINE uint32_t probability_none(const Constants& k, uint32_t cost16) {
-  const uint32_t p = exp2_neg(k, cost16) >> (kExpBits - 16);
-  return p < 1 ? 1 : (p > kBitOne - 1 ? kBitOne - 1 : p);
+// Weight, of kSymbolOne in all, of "the first change lies before the element at `distance`", where the elements up
+// to there cost `cost16`. One is added per element, so that each stays possible whatever it costs, and 1/65536 taken
+// away, so that "no change" stays possible.
+TW_INLINE uint32_t first_before(const Constants& k, uint32_t cost16, uint32_t distance) {
+  const uint32_t changed = ((1u << kExpBits) - exp2_neg(k, cost16)) >> (kExpBits - kSymbolBits);
+  return changed - (changed >> 16) + distance;
 }
 
-// Cumulative weight of "the first change lies before the element at `distance`", 24 bits; +1 per element keeps every element possible.
-TW_INLINE uint32_t first_cumulative(const Constants& k, uint32_t cost16, uint32_t distance) {
-  return (((1u << kExpBits) - exp2_neg(k, cost16)) >> kFirstShift) + distance;
-}
-
-// About the cost at which `first_cumulative` reaches `place`, in units of 2^-16 bits: a hint, never part of the format.
+// About the cost at which `first_before` reaches `place`, in units of 2^-16 bits: a hint, never part of the format.
 TW_INLINE uint32_t inverse_first(const Constants& k, uint32_t place) {
-  const uint32_t left = (1u << (kExpBits - kFirstShift)) - place;  // of 2^24
-  if (static_cast<int32_t>(left) <= 0) return ~uint32_t{0} >> 2;
-  const int whole = __builtin_clz(left) - (31 - (kExpBits - kFirstShift));
+  const uint32_t left = place < (1u << kSymbolBits) ? (1u << kSymbolBits) - place : 1;
+  const int whole = __builtin_clz(left) - (31 - kSymbolBits);
   const uint32_t fraction = (left << whole) & ((1u << 24) - 1);
   const uint32_t index = fraction >> 16;
   const uint32_t log = k.log2_high[index] + (((k.log2_high[index + 1] - k.log2_high[index]) * (fraction & 0xFFFF)) >> 16);
@@ -100,7 +96,7 @@ inline constexpr int kSeenMax = 158;
 inline constexpr int32_t kAdaptiveMin = 64;  // the target of a bit not seen: p never reaches 0 or 1
 
 TW_INLINE void update(const Constants& k, AdaptiveBit& bit, uint32_t value) {
-  const int32_t target = value ? static_cast<int32_t>(kBitOne) - kAdaptiveMin : kAdaptiveMin;
+  const int32_t target = kAdaptiveMin + static_cast<int32_t>(value) * (static_cast<int32_t>(kBitOne) - 2 * kAdaptiveMin);
   const int32_t step = (target - static_cast<int32_t>(bit.p)) * static_cast<int32_t>(k.reciprocal[bit.seen]);
   bit.p = static_cast<uint16_t>(static_cast<int32_t>(bit.p) + (step >> 16));
   bit.seen = static_cast<uint8_t>(bit.seen + (bit.seen < kSeenMax));

@@ -8,6 +8,8 @@
 
 namespace thinwire {
 
+namespace {  // one copy per instruction set: the linker must not merge them
+
 class RangeEncoder {
  public:
   RangeEncoder(uint8_t* out, size_t capacity) : out_(out), capacity_(capacity) {}
@@ -23,10 +25,19 @@ class RangeEncoder {
     renormalise();
   }
 
-  TW_INLINE void symbol(uint32_t from, uint32_t width, uint32_t total) {
-    const uint64_t unit = range_ / total;
+  // A symbol with the weights [from, to) of 2^24.
+  TW_INLINE void symbol(uint32_t from, uint32_t to) {
+    const uint64_t unit = range_ >> 24;
     add(unit * from);
-    range_ = unit * width;
+    range_ = unit * (to - from);
+    renormalise();
+  }
+
+  // The last symbol, from a weight on: it takes what the cut of the range left over, too.
+  TW_INLINE void last_symbol(uint32_t from) {
+    const uint64_t start = (range_ >> 24) * from;
+    add(start);
+    range_ -= start;
     renormalise();
   }
 
@@ -90,36 +101,41 @@ class RangeDecoder {
     code_ |= next32();
   }
 
+  // Without a branch: what is unlikely to be guessed should not be guessed.
   TW_INLINE uint32_t bit(uint32_t probability_one) {
     const uint64_t bound = (range_ >> 16) * probability_one;
-    const bool one = code_ < bound;
-    code_ -= one ? 0 : bound;
-    range_ = one ? bound : range_ - bound;
+    const uint64_t zero = 0 - static_cast<uint64_t>(code_ >= bound);
+    code_ -= bound & zero;
+    range_ = bound + ((range_ - 2 * bound) & zero);
     renormalise();
-    return one;
+    return static_cast<uint32_t>(zero + 1);
   }
 
-  // Begins a symbol of `total` weights; returns about the place of its number in [0, total): a hint, computed beside
-  // the division that all else waits for.
-  TW_INLINE uint32_t open(uint32_t total) {
-    unit_ = range_ / total;
-    const double share = static_cast<double>(code_) / static_cast<double>(range_);
-    const auto hint = static_cast<uint32_t>(share < 1 ? share * total : total);
-    return hint < total ? hint : total - 1;
+  // Whether the symbol is the last one, which begins at the weight `from`; if so, it is taken.
+  TW_INLINE bool take_last(uint32_t from) {
+    const uint64_t start = (range_ >> 24) * from;
+    if (code_ < start) return false;
+    code_ -= start;
+    range_ -= start;
+    renormalise();
+    return true;
   }
 
-  // The exact place; `total` or more in no valid stream.
-  TW_INLINE uint32_t place() const {
-    const uint64_t place = code_ / unit_;
-    return place < 0xFFFFFFFF ? static_cast<uint32_t>(place) : 0xFFFFFFFF;
+  // About the weight at which the number lies: a hint, computed in floating point.
+  TW_INLINE uint32_t hint() const {
+    const double share = static_cast<double>(static_cast<int64_t>(code_ >> 1)) / static_cast<double>(static_cast<int64_t>(range_ >> 1));
+    return static_cast<uint32_t>(static_cast<int32_t>(share * (1 << 24)));
   }
 
-  // Ends the symbol with the weights [low, high) if the number lies there.
-  TW_INLINE bool take(uint32_t low, uint32_t high) {
-    const uint64_t from = unit_ * low;
-    if (code_ < from || code_ >= unit_ * high) return false;
-    code_ -= from;
-    range_ = unit_ * (high - low);
+  // The exact weight at which the number lies.
+  TW_INLINE uint64_t place() const { return code_ / (range_ >> 24); }
+
+  // Takes the symbol with the weights [from, to) if the number lies there.
+  TW_INLINE bool take(uint32_t from, uint32_t to) {
+    const uint64_t unit = range_ >> 24, start = unit * from;
+    if (code_ < start || code_ >= unit * to) return false;
+    code_ -= start;
+    range_ = unit * (to - from);
     renormalise();
     return true;
   }
@@ -161,9 +177,11 @@ class RangeDecoder {
     return word;
   }
 
-  uint64_t code_ = 0, range_ = ~uint64_t{0}, unit_ = 1;
+  uint64_t code_ = 0, range_ = ~uint64_t{0};
   const uint8_t* data_;
   size_t size_, position_ = 0;
 };
+
+}  // namespace
 
 }  // namespace thinwire

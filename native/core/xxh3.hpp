@@ -10,6 +10,8 @@
 
 namespace thinwire {
 
+namespace {  // one copy per instruction set: the linker must not merge them
+
 inline constexpr size_t kStripeBytes = 64;
 inline constexpr size_t kHashBlockBytes = 1024;  // 16 stripes: the secret moves 8 bytes a stripe
 inline constexpr size_t kShortBytes = 240;
@@ -138,5 +140,7 @@ uint64_t xxh3_64(const uint8_t* data, size_t len) {
   hash.blocks(data, block_count);
   return hash.finish(data + block_count * kHashBlockBytes, len - block_count * kHashBlockBytes, len);
 }
+
+}  // namespace
 
 }  // namespace thinwire
