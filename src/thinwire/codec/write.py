@@ -340,12 +340,18 @@ def _code_unit(unit: _Unit, tables: bytes, spec: Spec) -> _Coded:
 def _code_group(unit: _Unit, row: DType, tables: bytes, spec: Spec) -> _Coded:
     bases = [pair.base for pair in unit.pairs if pair.base is not None]
     news = [pair.new for pair in unit.pairs if pair.new is not None]
-    chunk = encode_chunk(row, tables, np.concatenate(bases), np.concatenate(news), spec)
+    base, new = np.concatenate(bases), np.concatenate(news)
+    chunk = encode_chunk(row, tables, base, new, spec)
+    differs = (base != new).reshape(-1, row.word_bytes).any(axis=1)
+    changed_before = np.concatenate([[0], np.cumsum(differs)])
+    ends = np.cumsum([array.size // row.word_bytes for array in news])
+    starts = np.concatenate([[0], ends[:-1]])
+    changed = changed_before[ends] - changed_before[starts]
     members = []
-    for pair, base, new in zip(unit.pairs, bases, news, strict=True):
-        differs = (base != new).reshape(-1, row.word_bytes).any(axis=1)
-        digests = tensor_digest(pair.dtype, base), tensor_digest(pair.dtype, new)
-        members.append((int(np.count_nonzero(differs)), *digests))
+    for pair, old, now, count in zip(unit.pairs, bases, news, changed, strict=True):
+        base_digest = tensor_digest(pair.dtype, old)
+        new_digest = tensor_digest(pair.dtype, now) if count else base_digest
+        members.append((int(count), base_digest, new_digest))
     return _Coded(unit, chunk, members)
 
 
