@@ -1,0 +1,172 @@
+"""A checkpoint and a delta in, a new checkpoint out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from thinwire.checkpoint.disk import (
+    create_mapped,
+    os_errors,
+    remove_quietly,
+    sync,
+    temporary_sibling,
+    write_file,
+)
+from thinwire.checkpoint.file_names import SINGLE_FILE
+from thinwire.checkpoint.folder import Checkpoint
+from thinwire.checkpoint.plan import Plan, PlannedFile, PlannedWeights, base_file_view, plan_result
+from thinwire.codec.delta import Changes, Delta
+from thinwire.errors import AlreadyExists
+
+DeltaSource = bytes | bytearray | memoryview | os.PathLike[str] | str
+
+
+def apply_checkpoint(
+    base: str | os.PathLike[str],
+    delta: DeltaSource,
+    out: str | os.PathLike[str],
+    *,
+    workers: int = 1,
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """Make the checkpoint that ``delta`` describes from ``base``, bit for bit.
+
+    ``out`` becomes a folder, or one safetensors file where the delta was made from single files. It
+    appears complete, verified and durable, or not at all: everything is built under a hidden name
+    beside it, which only a killed process leaves behind. ``base`` is only read.
+
+    Args:
+        base: The checkpoint that the delta was made from.
+        delta: A delta file, or its bytes.
+        out: Where the new checkpoint goes; must not exist.
+        workers: Threads.
+        on_bytes: Called with the raw bytes of each piece of work done.
+
+    Raises:
+        AlreadyExists: ``out`` exists.
+        ApplyError: ``BaseMismatch``, ``TensorMismatch`` or ``BaseUnusable``; says what differs.
+        FormatError: The delta, or a weights file of the base, is malformed.
+        StoreError: A file cannot be read or written, or the disk is full.
+    """
+    target = Path(out).absolute()
+    _refuse_existing(target)
+    opened_base = Checkpoint.open(base)
+    temporary = temporary_sibling(target)
+    with Delta.open(delta) as opened:
+        plan = plan_result(opened_base, opened)
+        try:
+            _build(opened_base, opened, plan, temporary, workers, on_bytes)
+            _refuse_existing(target)
+            with os_errors("cannot write", target):
+                temporary.rename(target)
+        except BaseException:
+            remove_quietly(temporary)
+            raise
+    sync(target.parent)
+
+
+def verify_base(
+    base: str | os.PathLike[str],
+    delta: DeltaSource,
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """Check, without writing anything, that ``delta`` applies to ``base`` and gives what it says.
+
+    Every tensor that depends on the base is decoded and verified; one that is carried in full is
+    covered by the delta's own digest, which opening it has verified.
+
+    Args:
+        base: The checkpoint that the delta was made from.
+        delta: A delta file, or its bytes.
+        on_bytes: Called with the raw bytes of each tensor once it is being decoded.
+
+    Raises:
+        ApplyError, FormatError, StoreError: As :func:`apply_checkpoint`.
+    """
+    opened_base = Checkpoint.open(base)
+    with Delta.open(delta) as opened:
+        plan_result(opened_base, opened)
+        for _ in read_changes(opened_base, opened, on_bytes):
+            pass
+
+
+def read_changes(
+    base: Checkpoint, delta: Delta, on_bytes: Callable[[int], None] | None
+) -> Iterator[Changes]:
+    """The changed words of every tensor that both sides hold; verified once exhausted."""
+    bases = {name: tensor.data for name, tensor in base.tensors.items()}
+    unreported = {
+        entry.name: entry.byte_count
+        for entry in delta.tensors.values()
+        if entry.kind in ("delta", "same")
+    }
+    for change in delta.changes(bases):
+        if on_bytes:
+            on_bytes(unreported.pop(change.name, 0))
+        yield change
+    if on_bytes:
+        on_bytes(sum(unreported.values()))
+
+
+def build_weights(
+    base: Checkpoint,
+    delta: Delta,
+    weights: Sequence[PlannedWeights],
+    paths: Mapping[str, Path],
+    *,
+    workers: int,
+    on_bytes: Callable[[int], None] | None,
+) -> None:
+    """Write the weights files, whole and verified, to the ``paths`` of their names.
+
+    The bytes go through memory maps: no tensor is ever held in memory of our own. After an error
+    the new files are there with undefined content.
+    """
+    outs = {}
+    for file in weights:
+        view = create_mapped(paths[file.name], file.header.file_bytes)
+        view[: len(file.header.bytes)] = memoryview(file.header.bytes)
+        for name, span in file.header.spans.items():
+            outs[name] = view[span.start : span.stop]
+    bases = {name: tensor.data for name, tensor in base.tensors.items()}
+    delta.apply(bases, lambda entry: outs[entry.name], workers=workers, on_bytes=on_bytes)
+    for file in weights:
+        sync(paths[file.name])
+
+
+def write_small_file(base: Checkpoint, delta: Delta, file: PlannedFile, path: Path) -> None:
+    """Write a file that is not weights, carried or taken from the base, to ``path``."""
+    if file.from_base:
+        write_file(path, base_file_view(base, file.attachment).data)
+    else:
+        write_file(path, delta.attachment_data(file.attachment))
+
+
+def _build(
+    base: Checkpoint,
+    delta: Delta,
+    plan: Plan,
+    root: Path,
+    workers: int,
+    on_bytes: Callable[[int], None] | None,
+) -> None:
+    paths = {SINGLE_FILE: root}
+    if plan.is_folder:
+        with os_errors("cannot create", root):
+            root.mkdir()
+        paths = {file.name: root / file.name for file in plan.weights}
+    build_weights(base, delta, plan.weights, paths, workers=workers, on_bytes=on_bytes)
+    for file in plan.files:
+        write_small_file(base, delta, file, root / file.name)
+    if plan.is_folder:
+        sync(root)
+
+
+def _refuse_existing(target: Path) -> None:
+    if os.path.lexists(target):
+        raise AlreadyExists(
+            f"{target} exists", hint="Choose another path or remove it first", path=str(target)
+        )

@@ -1,0 +1,181 @@
+"""A checkpoint on disk: one safetensors file, or a folder as Hugging Face writes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.checkpoint.disk import map_file, os_errors
+from thinwire.checkpoint.file_names import (
+    INDEX_NAME,
+    SINGLE_FILE,
+    WEIGHTS_SUFFIX,
+    first_clash,
+    name_fault,
+)
+from thinwire.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
+from thinwire.checkpoint.strict_json import parse_object
+from thinwire.errors import BaseUnusable, Corrupt, InvalidArgument
+
+MAX_INDEX_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint; its weights stay mapped for as long as it lives.
+
+    Attributes:
+        path: The file or folder, symbolic links resolved.
+        is_folder: False where the checkpoint is one weights file.
+        weights: The weights files by name, sorted; a single file goes by ``SINGLE_FILE``.
+        files: Every other file at the top level by name (config, tokenizer, ...), not yet read.
+        tensors: The tensors of all weights files by name.
+    """
+
+    path: Path
+    is_folder: bool
+    weights: Mapping[str, SafetensorsFile]
+    files: Mapping[str, Path]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Open a ``.safetensors`` file or a folder with such files at its top level.
+
+        Several weights files are taken together; where ``model.safetensors.index.json`` exists it
+        must agree with them. Names that start with a dot are skipped, symbolic links followed.
+
+        Raises:
+            NotFound: Nothing is there.
+            InvalidArgument: It is no checkpoint, or holds a subfolder or special file.
+            FormatError: A weights file or the index is malformed.
+            BaseUnusable: An in-place update of it was interrupted and is not yet recovered.
+        """
+        with os_errors("cannot open", path):
+            resolved = Path(path).resolve(strict=True)
+        if hidden_path(resolved, "redo").exists():
+            raise BaseUnusable(
+                f"{resolved}: an in-place update was interrupted half-way",
+                hint="Call thinwire.checkpoint.recover on it, or apply the delta in place again",
+                path=str(resolved),
+            )
+        if not resolved.is_dir():
+            weights = {SINGLE_FILE: SafetensorsFile.open(resolved)}
+            return cls(resolved, False, weights, {}, _all_tensors(weights))
+        names = _visible_files(resolved)
+        weights = {
+            name: SafetensorsFile.open(resolved / name)
+            for name in names
+            if name.endswith(WEIGHTS_SUFFIX)
+        }
+        if not weights:
+            raise InvalidArgument(
+                f"{resolved} holds no {WEIGHTS_SUFFIX} file",
+                hint="Pass a Hugging Face model folder or one safetensors file",
+                path=str(resolved),
+            )
+        tensors = _all_tensors(weights)
+        if INDEX_NAME in names:
+            _check_index(resolved / INDEX_NAME, weights)
+        files = {name: resolved / name for name in names if name not in weights}
+        return cls(resolved, True, weights, files, tensors)
+
+
+def hidden_path(checkpoint: Path, role: str) -> Path:
+    """Where thinwire keeps something of its own for a checkpoint: inside a folder, beside a file.
+
+    ``checkpoint`` has its symbolic links resolved. Readers skip the name: it starts with a dot.
+    """
+    if checkpoint.is_dir():
+        return checkpoint / f".thinwire-{role}"
+    return checkpoint.with_name(f".{checkpoint.name}.thinwire-{role}")
+
+
+def _visible_files(folder: Path) -> list[str]:
+    with os_errors("cannot list", folder), os.scandir(folder) as entries:
+        visible = sorted(
+            (entry for entry in entries if not entry.name.startswith(".")),
+            key=lambda entry: entry.name,
+        )
+        for entry in visible:
+            if fault := _entry_fault(entry):
+                raise InvalidArgument(
+                    f"{folder}: {entry.name!r} {fault[0]}", hint=fault[1], path=str(folder)
+                )
+    names = [entry.name for entry in visible]
+    if clash := first_clash(names):
+        raise InvalidArgument(
+            f"{folder}: the names {clash[0]!r} and {clash[1]!r} differ only in case",
+            hint="Rename one: some file systems hold only one of them",
+            path=str(folder),
+        )
+    return names
+
+
+def _entry_fault(entry: os.DirEntry[str]) -> tuple[str, str] | None:
+    """What is wrong with an entry of a folder and what to do about it, or None."""
+    if entry.is_dir():
+        return "is a subfolder", "Move it elsewhere, or pass the inner folder itself"
+    if not entry.is_file():
+        kind = "is a broken link" if entry.is_symlink() else "is not a regular file"
+        return kind, "Remove it or move it elsewhere"
+    if fault := name_fault(entry.name):
+        return f"is a name that {fault}", "Rename it: a delta carries only plain names"
+    return None
+
+
+def _all_tensors(weights: Mapping[str, SafetensorsFile]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    home: dict[str, str] = {}
+    for file_name, file in weights.items():
+        for name, tensor in file.tensors.items():
+            if name in home:
+                raise Corrupt(
+                    f"tensor {name!r} is in both {home[name]} and {file_name}"
+                    f" of {file.path.parent}",
+                    hint="Remove the weights file that is left over from an earlier save",
+                    tensor=name,
+                    files=[home[name], file_name],
+                )
+            home[name] = file_name
+            tensors[name] = tensor
+    return tensors
+
+
+def _check_index(path: Path, weights: Mapping[str, SafetensorsFile]) -> None:
+    for name, file_name in _read_weight_map(path).items():
+        if file_name not in weights:
+            raise Corrupt(
+                f"{path}: names the weights file {file_name!r}, which is not there",
+                hint="Fetch the missing file",
+                file=file_name,
+            )
+        if name not in weights[file_name].tensors:
+            raise Corrupt(
+                f"{path}: tensor {name!r} is not in {file_name!r}",
+                hint="Fetch the index and the weights files again, from one save",
+                tensor=name,
+                file=file_name,
+            )
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    raw = map_file(path)
+    if raw.size > MAX_INDEX_BYTES:
+        raise _bad_index(path, f"{raw.size} bytes are more than {MAX_INDEX_BYTES}")
+    try:
+        weight_map = parse_object(raw.tobytes()).get("weight_map")
+    except ValueError as error:
+        raise _bad_index(path, str(error)[:200]) from None
+    if not isinstance(weight_map, dict):
+        raise _bad_index(path, "it has no weight_map")
+    if not all(isinstance(file_name, str) for file_name in weight_map.values()):
+        raise _bad_index(path, "it places a tensor in something that is no file name")
+    return weight_map
+
+
+def _bad_index(path: Path, reason: str) -> Corrupt:
+    message = f"{path}: not an index of weights files: {reason}"
+    return Corrupt(message, hint="Fetch the index again", path=str(path))
