@@ -59,15 +59,20 @@ struct Codec {
   std::vector<RateTable> tables;
   const thinwire::Kernels* kernels;
 
-  Codec(int word_bytes, int field_shift, int field_mask, bool ordered, const Bytes& packed, const std::string& instructions) {
-    if (word_bytes != 1 && word_bytes != 2 && word_bytes != 4 && word_bytes != 8) throw nb::value_error("word_bytes must be 1, 2, 4 or 8");
+  Codec(int word_bytes, int field_shift, int field_mask, bool ordered, const Bytes& packed,
+        const std::string& instructions) {
+    if (word_bytes != 1 && word_bytes != 2 && word_bytes != 4 && word_bytes != 8)
+      throw nb::value_error("word_bytes must be 1, 2, 4 or 8");
     if (field_shift < 0 || field_shift >= 8 * word_bytes) throw nb::value_error("field_shift lies outside the word");
     // One-byte fields let the wide kernels hold a class in a byte.
-    if (field_mask < 0 || field_mask >= static_cast<int>(thinwire::kFieldCountMax) || (word_bytes == 2 && field_mask > 255)) {
+    if (field_mask < 0 || field_mask >= static_cast<int>(thinwire::kFieldCountMax) ||
+        (word_bytes == 2 && field_mask > 255)) {
       throw nb::value_error("field_mask is out of range");
     }
-    layout = {static_cast<uint8_t>(word_bytes), static_cast<uint8_t>(field_shift), static_cast<uint16_t>(field_mask), ordered};
-    if (packed.size() % kTableBytes || packed.size() / kTableBytes > thinwire::kMaxTables) throw nb::value_error("tables are malformed");
+    layout = {static_cast<uint8_t>(word_bytes), static_cast<uint8_t>(field_shift), static_cast<uint16_t>(field_mask),
+              ordered};
+    if (packed.size() % kTableBytes || packed.size() / kTableBytes > thinwire::kMaxTables)
+      throw nb::value_error("tables are malformed");
     for (size_t at = 0; at < packed.size(); at += kTableBytes) {
       RateTable table;
       const uint8_t* p = packed.data() + at;
@@ -100,7 +105,8 @@ struct Codec {
     thinwire::EncodeResult result;
     {
       nb::gil_scoped_release release;
-      result = kernels->encode({base.data(), changed.data(), count, tables.data(), tables.size(), positions, words, out, capacity}, layout);
+      result = kernels->encode(
+          {base.data(), changed.data(), count, tables.data(), tables.size(), positions, words, out, capacity}, layout);
     }
     nb::object data = nb::none();
     if (result.status == thinwire::Status::ok) data = nb::bytes(reinterpret_cast<const char*>(out), result.size);
@@ -112,11 +118,14 @@ struct Codec {
     return nb::make_tuple(data, result.changed_count, result.base_digest, result.new_digest, down, up);
   }
 
-  thinwire::DecodeResult run(const Bytes& base, void* out, const Bytes& data, uint32_t* positions, void* kept, bool keep_old) const {
+  thinwire::DecodeResult run(const Bytes& base, void* out, const Bytes& data, uint32_t* positions, void* kept,
+                             bool keep_old) const {
     const size_t count = words(base.size());
     void* const work = scratch.out.take<uint8_t>(thinwire::decode_scratch_bytes());
     nb::gil_scoped_release release;
-    return kernels->decode({base.data(), out, count, tables.data(), tables.size(), data.data(), data.size(), positions, kept, keep_old, work}, layout);
+    return kernels->decode({base.data(), out, count, tables.data(), tables.size(), data.data(), data.size(), positions,
+                            kept, keep_old, work},
+                           layout);
   }
 
   // (new_digest, changed_count), or None where no encoder could have written the data.
@@ -145,36 +154,55 @@ struct Codec {
 NB_MODULE(_native, m) {
   m.doc() = "thinwire's kernels. Use thinwire.codec, which checks more and explains errors.";
   nb::class_<Codec>(m, "Codec", "Codes chunks of one dtype with a set of tables.")
-      .def(nb::init<int, int, int, bool, const Bytes&, const std::string&>(), "word_bytes"_a, "field_shift"_a, "field_mask"_a,
-           "ordered"_a, "tables"_a, "instructions"_a = "")
+      .def(nb::init<int, int, int, bool, const Bytes&, const std::string&>(), "word_bytes"_a, "field_shift"_a,
+           "field_mask"_a, "ordered"_a, "tables"_a, "instructions"_a = "")
       .def("encode", &Codec::encode, "base"_a, "new"_a, "capacity"_a)
       .def("decode", &Codec::decode, "base"_a, "out"_a, "data"_a)
-      .def("changes", [](const Codec& codec, const Bytes& base, const Bytes& data) { return codec.changes(base, data, false); }, "base"_a, "data"_a)
-      .def("decode_in_place", [](const Codec& codec, const MutableBytes& base, const Bytes& data) { return codec.changes(Bytes(base), data, true); },
-           "base"_a, "data"_a)
-      .def("sample", [](const Codec& codec, const Bytes& base, const Bytes& changed, size_t first, size_t stride, const Counts& counts) {
-             if (base.size() != changed.size() || stride == 0) throw nb::value_error("base and new differ in size, or the stride is 0");
-             if (counts.shape(1) != size_t{codec.layout.field_mask} + 1) throw nb::value_error("counts do not fit the class field");
-             const size_t count = codec.words(base.size());
-             nb::gil_scoped_release release;
-             thinwire::sample(base.data(), changed.data(), count, codec.layout, first, stride, counts.data());
-           }, "base"_a, "new"_a, "first"_a, "stride"_a, "counts"_a);
-  m.def("fit", [](const SourceCounts& counts, uint64_t total_words) {
-    RateTable tables[thinwire::kFitTables];
-    const size_t count = thinwire::fit(counts.data(), counts.shape(0), counts.shape(2), total_words, tables);
-    std::string packed;
-    for (size_t t = 0; t < count; ++t) {
-      packed.push_back(static_cast<char>(tables[t].top & 255));
-      packed.push_back(static_cast<char>(tables[t].top >> 8));
-      packed.append(reinterpret_cast<const char*>(tables[t].rate), thinwire::kClassCount);
-      packed.append(reinterpret_cast<const char*>(tables[t].one), thinwire::kClassCount);
-    }
-    return nb::bytes(packed.data(), packed.size());
-  }, "counts"_a, "total_words"_a);
-  m.def("xxh3_64", [](const Bytes& data) {
-    nb::gil_scoped_release release;
-    return thinwire::best_kernels().digest(data.data(), data.size());
-  }, "data"_a);
+      .def(
+          "changes",
+          [](const Codec& codec, const Bytes& base, const Bytes& data) { return codec.changes(base, data, false); },
+          "base"_a, "data"_a)
+      .def(
+          "decode_in_place",
+          [](const Codec& codec, const MutableBytes& base, const Bytes& data) {
+            return codec.changes(Bytes(base), data, true);
+          },
+          "base"_a, "data"_a)
+      .def(
+          "sample",
+          [](const Codec& codec, const Bytes& base, const Bytes& changed, size_t first, size_t stride,
+             const Counts& counts) {
+            if (base.size() != changed.size() || stride == 0)
+              throw nb::value_error("base and new differ in size, or the stride is 0");
+            if (counts.shape(1) != size_t{codec.layout.field_mask} + 1)
+              throw nb::value_error("counts do not fit the class field");
+            const size_t count = codec.words(base.size());
+            nb::gil_scoped_release release;
+            thinwire::sample(base.data(), changed.data(), count, codec.layout, first, stride, counts.data());
+          },
+          "base"_a, "new"_a, "first"_a, "stride"_a, "counts"_a);
+  m.def(
+      "fit",
+      [](const SourceCounts& counts, uint64_t total_words) {
+        RateTable tables[thinwire::kFitTables];
+        const size_t count = thinwire::fit(counts.data(), counts.shape(0), counts.shape(2), total_words, tables);
+        std::string packed;
+        for (size_t t = 0; t < count; ++t) {
+          packed.push_back(static_cast<char>(tables[t].top & 255));
+          packed.push_back(static_cast<char>(tables[t].top >> 8));
+          packed.append(reinterpret_cast<const char*>(tables[t].rate), thinwire::kClassCount);
+          packed.append(reinterpret_cast<const char*>(tables[t].one), thinwire::kClassCount);
+        }
+        return nb::bytes(packed.data(), packed.size());
+      },
+      "counts"_a, "total_words"_a);
+  m.def(
+      "xxh3_64",
+      [](const Bytes& data) {
+        nb::gil_scoped_release release;
+        return thinwire::best_kernels().digest(data.data(), data.size());
+      },
+      "data"_a);
   m.def("instruction_sets", [] {
     std::vector<std::string> names;
     for (const char* name : {"avx512", "avx2", "scalar"}) {

@@ -3,11 +3,12 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels.hpp"
+#include "block_costs.hpp"
 
 namespace thinwire {
 
-size_t decode_scratch_bytes() { return kPieceElements * (4 + 8 + 8) + kStripeBytes; }
+// Positions, words and a copy of one piece, with the 64 bytes before it.
+size_t decode_scratch_bytes() { return kPieceElements * (4 + 8 + 8) + 64; }
 
 namespace {
 
@@ -26,7 +27,8 @@ void sample_words(const W* base, const W* changed, size_t count, const Layout& l
       if (base[i] == changed[i]) continue;
       const uint32_t field = field_of(base[i], layout);
       changes[field] += 1;
-      const uint64_t step = (to_order(changed[i], bits, layout.ordered) - to_order(base[i], bits, layout.ordered)) & word_mask(bits);
+      const uint64_t step =
+          (to_order(changed[i], bits, layout.ordered) - to_order(base[i], bits, layout.ordered)) & word_mask(bits);
       ones[field] += step == 1 || step == word_mask(bits);
     }
   }
@@ -55,8 +57,9 @@ const Kernels* kernels_named(const char* name) {
 #ifdef THINWIRE_X86
   __builtin_cpu_init();
   if (std::strcmp(name, "avx512") == 0) {
-    const bool runs = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("bmi2");
+    const bool runs = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("bmi2");
     return runs ? &kAvx512Kernels : nullptr;
   }
   if (std::strcmp(name, "avx2") == 0) {

@@ -42,7 +42,7 @@ struct EncodeResult {
 
 struct DecodeJob {
   const void* base;
-  void* out;            // null: only check and list; may equal `base`
+  void* out;  // null: only check and list; may equal `base`
   size_t count;
   const RateTable* tables;
   size_t table_count;
@@ -65,7 +65,8 @@ size_t decode_scratch_bytes();
 // Bits (2^-24 each) to code `changed[c]` changes among `seen[c]` weights at `rate` moved by `shift`.
 uint64_t bits_of(const Constants& k, const uint8_t* rate, const uint64_t* seen, const uint64_t* changed, int shift);
 // The shift of the fewest bits: looked for coarsely, then finely, since the cost has one valley.
-int best_shift_of(const Constants& k, const uint8_t* rate, const uint64_t* seen, const uint64_t* changed, uint64_t& best);
+int best_shift_of(const Constants& k, const uint8_t* rate, const uint64_t* seen, const uint64_t* changed,
+                  uint64_t& best);
 
 inline constexpr size_t kFieldCountMax = 2048;
 inline constexpr size_t kSampleElements = 1024;

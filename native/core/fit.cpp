@@ -10,10 +10,10 @@ namespace thinwire {
 
 namespace {
 
-constexpr int kRounds = 2;           // of shape and shifts; more gained under 0.1 %
-constexpr int kSplitRounds = 4;      // of members and shapes
-constexpr int kRateReach = 12;       // how far a rate moves in one round
-constexpr uint64_t kTableBits = 640; // about what a second table adds to a packed index
+constexpr int kRounds = 2;            // of shape and shifts; more gained under 0.1 %
+constexpr int kSplitRounds = 4;       // of members and shapes
+constexpr int kRateReach = 12;        // how far a rate moves in one round
+constexpr uint64_t kTableBits = 640;  // about what a second table adds to a packed index
 
 using Rates = std::array<uint8_t, kClassCount>;
 
@@ -90,7 +90,8 @@ RateTable table_of(const std::vector<Source>& sources, bool second, const Rates&
     }
     const bool known = seen > 0 || c == 0;  // else as its neighbour, so that equal runs compress
     table.rate[c] = known ? rates[c] : table.rate[c - 1];
-    table.one[c] = known ? static_cast<uint8_t>(std::min<uint64_t>(255, 256 * (ones + 3) / (changed + 4))) : table.one[c - 1];
+    table.one[c] =
+        known ? static_cast<uint8_t>(std::min<uint64_t>(255, 256 * (ones + 3) / (changed + 4))) : table.one[c - 1];
   }
   return table;
 }
@@ -106,7 +107,8 @@ uint64_t bits_of(const Constants& k, const uint8_t* rate, const uint64_t* seen, 
   return total;
 }
 
-int best_shift_of(const Constants& k, const uint8_t* rate, const uint64_t* seen, const uint64_t* changed, uint64_t& best) {
+int best_shift_of(const Constants& k, const uint8_t* rate, const uint64_t* seen, const uint64_t* changed,
+                  uint64_t& best) {
   int at = 0;
   best = bits_of(k, rate, seen, changed, 0);
   const auto look = [&](int shift) {

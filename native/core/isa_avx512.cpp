@@ -22,7 +22,8 @@ struct Avx512 {
     for (; i + lanes <= count; i += lanes) {
       _mm_prefetch(reinterpret_cast<const char*>(base + i) + kPrefetchBytes, _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(changed + i) + kPrefetchBytes, _MM_HINT_T0);
-      for (uint64_t mask = different<W>(_mm512_loadu_si512(base + i), _mm512_loadu_si512(changed + i)); mask; mask &= mask - 1) {
+      for (uint64_t mask = different<W>(_mm512_loadu_si512(base + i), _mm512_loadu_si512(changed + i)); mask;
+           mask &= mask - 1) {
         positions[found++] = start + static_cast<uint32_t>(i) + static_cast<uint32_t>(__builtin_ctzll(mask));
       }
     }
@@ -46,14 +47,16 @@ struct Avx512 {
   static TW_INLINE __m512i groups_of_64(const uint16_t* base, const Tables& t) {
     const __m512i a = _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(base), t.shift), t.mask);
     const __m512i b = _mm512_and_si512(_mm512_srl_epi16(_mm512_loadu_si512(base + 32), t.shift), t.mask);
-    const __m512i cls = _mm512_min_epu8(_mm512_subs_epu8(t.top, _mm512_packus_epi16(a, b)), _mm512_set1_epi8(kClassCount - 1));
+    const __m512i cls =
+        _mm512_min_epu8(_mm512_subs_epu8(t.top, _mm512_packus_epi16(a, b)), _mm512_set1_epi8(kClassCount - 1));
     const __m512i zero = _mm512_setzero_si512();
     const __m512i low = _mm512_sad_epu8(_mm512_permutexvar_epi8(cls, t.low), zero);
     const __m512i high = _mm512_sad_epu8(_mm512_permutexvar_epi8(cls, t.high), zero);
     return _mm512_add_epi64(low, _mm512_slli_epi64(high, 8));
   }
 
-  static void block_sums(const uint16_t* base, size_t blocks, const Layout& layout, const Costs& costs, uint32_t* sums) {
+  static void block_sums(const uint16_t* base, size_t blocks, const Layout& layout, const Costs& costs,
+                         uint32_t* sums) {
     const Tables t = tables(layout, costs);
     for (size_t b = 0; b < blocks; ++b) {
       const uint16_t* block = base + b * kBlockElements;
@@ -67,7 +70,8 @@ struct Avx512 {
   static TW_INLINE Prefix load_prefix(const uint32_t* before) { return _mm512_loadu_si512(before); }
 
   // Running sums stay in a register: reading back what scalar stores wrote would wait for them.
-  static TW_INLINE Prefix group_prefix(const uint16_t* base, const Layout& layout, const Costs& costs, uint32_t* before) {
+  static TW_INLINE Prefix group_prefix(const uint16_t* base, const Layout& layout, const Costs& costs,
+                                       uint32_t* before) {
     const Tables t = tables(layout, costs);
     const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
     const __m256i first = _mm512_cvtepi64_epi32(_mm512_permutexvar_epi64(order, groups_of_64(base, t)));
@@ -83,7 +87,8 @@ struct Avx512 {
   }
 
   static TW_INLINE size_t count_at_most(Prefix prefix, uint32_t reach) {
-    return static_cast<size_t>(__builtin_popcount(_mm512_cmple_epu32_mask(prefix, _mm512_set1_epi32(static_cast<int>(reach)))));
+    return static_cast<size_t>(
+        __builtin_popcount(_mm512_cmple_epu32_mask(prefix, _mm512_set1_epi32(static_cast<int>(reach)))));
   }
 
   static void accumulate(uint64_t* acc, const uint8_t* data, const uint8_t* secret, size_t stripes) {
@@ -99,7 +104,8 @@ struct Avx512 {
 
   static void scramble(uint64_t* acc, const uint8_t* secret) {
     const __m512i sum = _mm512_load_si512(acc);
-    const __m512i mixed = _mm512_xor_si512(_mm512_xor_si512(sum, _mm512_srli_epi64(sum, 47)), _mm512_loadu_si512(secret));
+    const __m512i mixed =
+        _mm512_xor_si512(_mm512_xor_si512(sum, _mm512_srli_epi64(sum, 47)), _mm512_loadu_si512(secret));
     _mm512_store_si512(acc, _mm512_mullo_epi64(mixed, _mm512_set1_epi64(kPrime32_1)));
   }
 };

@@ -22,7 +22,8 @@ struct Scalar {
     return found;
   }
 
-  static void block_sums(const uint16_t* base, size_t blocks, const Layout& layout, const Costs& costs, uint32_t* sums) {
+  static void block_sums(const uint16_t* base, size_t blocks, const Layout& layout, const Costs& costs,
+                         uint32_t* sums) {
     for (size_t b = 0; b < blocks; ++b) sums[b] = sum_costs(base + b * kBlockElements, kBlockElements, layout, costs);
   }
 
@@ -32,7 +33,8 @@ struct Scalar {
 
   static Prefix group_prefix(const uint16_t* base, const Layout& layout, const Costs& costs, uint32_t* before) {
     uint32_t sum = 0;
-    for (size_t g = 0; g < kGroupsPerBlock; ++g) before[g] = sum += sum_costs(base + g * kGroupElements, kGroupElements, layout, costs);
+    for (size_t g = 0; g < kGroupsPerBlock; ++g)
+      before[g] = sum += sum_costs(base + g * kGroupElements, kGroupElements, layout, costs);
     return before;
   }
 

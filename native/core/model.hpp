@@ -13,16 +13,16 @@ inline constexpr size_t kBlockElements = 128;
 inline constexpr size_t kGroupElements = 8;
 inline constexpr size_t kGroupsPerBlock = kBlockElements / kGroupElements;
 inline constexpr int kClassCount = 32;
-inline constexpr int kRateBias = 56;      // rate byte r: odds of a change are 2^-((r - 56) / 8)
+inline constexpr int kRateBias = 56;  // rate byte r: odds of a change are 2^-((r - 56) / 8)
 inline constexpr int kRateMax = 255;
-inline constexpr int kExpBits = 31;       // 2^-x is held as an integer of this many bits
-inline constexpr int kSymbolBits = 24;    // weights of the first-change symbol are of 2^24
+inline constexpr int kExpBits = 31;     // 2^-x is held as an integer of this many bits
+inline constexpr int kSymbolBits = 24;  // weights of the first-change symbol are of 2^24
 inline constexpr uint32_t kBitOne = 1u << 16;
 
 // How a dtype's bits are read. `ordered`: sign and magnitude, so the order of the values is not that of the bits.
 struct Layout {
-  uint8_t word_bytes;    // 1, 2, 4 or 8
-  uint8_t field_shift;   // class field = (word >> field_shift) & field_mask
+  uint8_t word_bytes;   // 1, 2, 4 or 8
+  uint8_t field_shift;  // class field = (word >> field_shift) & field_mask
   uint16_t field_mask;
   bool ordered;
 };
@@ -36,12 +36,12 @@ struct RateTable {
 
 // Constant tables, computed once; the rounding margin is asserted by tests, so any correct libm gives the same.
 struct Constants {
-  uint32_t exp_high[256];   // round(2^31 * 2^-(i / 256))
-  uint32_t exp_low[256];    // round(2^31 * 2^-(i / 65536))
-  uint32_t cost[256];       // round(2^24 * log2(1 + odds)): -log2 P(no change) for a rate byte
+  uint32_t exp_high[256];     // round(2^31 * 2^-(i / 256))
+  uint32_t exp_low[256];      // round(2^31 * 2^-(i / 65536))
+  uint32_t cost[256];         // round(2^24 * log2(1 + odds)): -log2 P(no change) for a rate byte
   uint32_t cost_change[256];  // round(2^24 * log2(1 + 1 / odds)): -log2 P(change)
-  uint32_t log2_high[257];  // round(2^16 * log2(1 + i / 256)), for hints only
-  uint16_t reciprocal[256]; // round(65536 / (n + 1.5)), the adaption step after n observations
+  uint32_t log2_high[257];    // round(2^16 * log2(1 + i / 256)), for hints only
+  uint16_t reciprocal[256];   // round(65536 / (n + 1.5)), the adaption step after n observations
 };
 const Constants& constants();
 
@@ -50,7 +50,7 @@ struct Costs {
   uint16_t top;
   int scale_shift;  // 16 - unit_bits: brings a cost to units of 2^-16 bits
   alignas(64) uint16_t cost[kClassCount];
-  alignas(64) uint8_t low[64];   // bytes of cost[], repeated to fill a register
+  alignas(64) uint8_t low[64];  // bytes of cost[], repeated to fill a register
   alignas(64) uint8_t high[64];
 };
 
@@ -83,7 +83,8 @@ TW_INLINE uint32_t inverse_first(const Constants& k, uint32_t place) {
   const int whole = __builtin_clz(left) - (31 - kSymbolBits);
   const uint32_t fraction = (left << whole) & ((1u << 24) - 1);
   const uint32_t index = fraction >> 16;
-  const uint32_t log = k.log2_high[index] + (((k.log2_high[index + 1] - k.log2_high[index]) * (fraction & 0xFFFF)) >> 16);
+  const uint32_t log =
+      k.log2_high[index] + (((k.log2_high[index + 1] - k.log2_high[index]) * (fraction & 0xFFFF)) >> 16);
   return (static_cast<uint32_t>(whole) << 16) - log;
 }
 
@@ -96,7 +97,8 @@ inline constexpr int kSeenMax = 158;
 inline constexpr int32_t kAdaptiveMin = 64;  // the target of a bit not seen: p never reaches 0 or 1
 
 TW_INLINE void update(const Constants& k, AdaptiveBit& bit, uint32_t value) {
-  const int32_t target = kAdaptiveMin + static_cast<int32_t>(value) * (static_cast<int32_t>(kBitOne) - 2 * kAdaptiveMin);
+  const int32_t target =
+      kAdaptiveMin + static_cast<int32_t>(value) * (static_cast<int32_t>(kBitOne) - 2 * kAdaptiveMin);
   const int32_t step = (target - static_cast<int32_t>(bit.p)) * static_cast<int32_t>(k.reciprocal[bit.seen]);
   bit.p = static_cast<uint16_t>(static_cast<int32_t>(bit.p) + (step >> 16));
   bit.seen = static_cast<uint8_t>(bit.seen + (bit.seen < kSeenMax));

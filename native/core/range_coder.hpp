@@ -123,7 +123,8 @@ class RangeDecoder {
 
   // About the weight at which the number lies: a hint, computed in floating point.
   TW_INLINE uint32_t hint() const {
-    const double share = static_cast<double>(static_cast<int64_t>(code_ >> 1)) / static_cast<double>(static_cast<int64_t>(range_ >> 1));
+    const double share =
+        static_cast<double>(static_cast<int64_t>(code_ >> 1)) / static_cast<double>(static_cast<int64_t>(range_ >> 1));
     return static_cast<uint32_t>(static_cast<int32_t>(share * (1 << 24)));
   }
 

@@ -1,4 +1,4 @@
-"""The codec for single arrays: ``encode``, ``decode``, ``decode_into``, ``changes``, ``inspect``."""
+"""The codec for arrays : ``encode``, ``decode``, ``decode_into``, ``changes``, ``inspect``."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def decode_into(base: Any, payload: Payload) -> None:
         if bits.is_view:
             delta.apply_in_place(ARRAY_NAME, bits.data)
             return
-        if not (isinstance(base, np.ndarray) and base.flags.writeable) and not _is_strided_torch(base):
+        if not (isinstance(base, np.ndarray) and base.flags.writeable) and not _is_strided_torch(
+            base
+        ):
             raise InvalidArgument(
                 "the base is read-only", hint="Use decode, or pass a writable array"
             )
@@ -214,7 +216,9 @@ def pair_up(base: Mapping[str, Bits], new: Mapping[str, Bits]) -> list[Pair]:
         if before is not None and (before.dtype, before.shape) != (after.dtype, after.shape):
             before = None
         pairs.append(
-            Pair(name, after.dtype, after.shape, None if before is None else before.data, after.data)
+            Pair(
+                name, after.dtype, after.shape, None if before is None else before.data, after.data
+            )
         )
     for name, before in base.items():
         if name not in new:
@@ -233,7 +237,7 @@ def _matching(base: Any, delta: Delta) -> Bits:
     bits = to_bits(base)
     if bits.dtype != entry.dtype:
         # Bits that travelled under a given dtype, such as uint16 as BF16.
-        same_width = bits.data.size == entry.byte_count and bits.dtype.startswith("U")
+        same_width = bits.data.size == entry.byte_count and bits.dtype[0] in "UI"
         if not same_width:
             raise TensorMismatch(f"the base is {bits.dtype}, the delta was made from {entry.dtype}")
     if bits.shape != entry.shape:

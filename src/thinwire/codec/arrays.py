@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thinwire.codec.dtypes import byte_count, dtype_named
+from thinwire.codec.dtypes import dtype_named
 from thinwire.errors import InvalidArgument, Unsupported
 
 _NUMPY_NAMES = {
@@ -71,7 +71,8 @@ def to_bits(array: Any, dtype: str | None = None) -> Bits:
         ) from None
     restore: Callable[[np.ndarray], Any] = lambda new: new  # noqa: E731
     if isinstance(array, bytes | bytearray):
-        restore = lambda new, kind=type(array): kind(new.tobytes())  # type: ignore[misc]  # noqa: E731
+        kind = type(array)
+        restore = lambda new: kind(new.tobytes())  # noqa: E731
     return _from_numpy(np.asarray(view), dtype, restore)
 
 
@@ -80,7 +81,8 @@ def _from_numpy(array: np.ndarray, dtype: str | None, restore: Callable[[np.ndar
         raise InvalidArgument("the array is big-endian", hint="Convert it with .astype('<...')")
     name = _named(array.dtype.name, array.dtype.itemsize, dtype)
     contiguous = np.ascontiguousarray(array).reshape(array.shape)
-    is_view = np.may_share_memory(contiguous, array) and array.flags.writeable
+    shares = array.size == 0 or np.may_share_memory(contiguous, array)
+    is_view = shares and array.flags.writeable
     kind = array.dtype
     shape = array.shape
 
@@ -93,7 +95,8 @@ def _from_numpy(array: np.ndarray, dtype: str | None, restore: Callable[[np.ndar
 def _from_torch(tensor: Any, dtype: str | None, torch: Any) -> Bits:
     if tensor.device.type != "cpu":
         raise InvalidArgument(
-            f"the tensor lies on {tensor.device}", hint="Pass tensor.cpu(): the codec reads host memory"
+            f"the tensor lies on {tensor.device}",
+            hint="Pass tensor.cpu(): the codec reads host memory",
         )
     kind = tensor.dtype
     name = _named(str(kind).removeprefix("torch."), tensor.element_size(), dtype)
@@ -122,7 +125,7 @@ def _from_dlpack(array: Any, dtype: str | None) -> Bits:
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgument(
             f"the array cannot be read through DLPack: {error}",
-            hint="Pass host memory of a dtype numpy knows; pass BF16 as a uint16 view with dtype='BF16'",
+            hint="Pass host memory of a dtype numpy knows; BF16 as a uint16 view, dtype='BF16'",
         ) from None
     namespace = getattr(array, "__array_namespace__", lambda: np)()
     return _from_numpy(view, dtype, getattr(namespace, "from_dlpack", lambda new: new))
@@ -130,9 +133,9 @@ def _from_dlpack(array: Any, dtype: str | None) -> Bits:
 
 def _named(name: str, item_bytes: int, wanted: str | None) -> str:
     if wanted is not None:
-        if byte_count(wanted, (1,)) != item_bytes:
+        if dtype_named(wanted).bits != 8 * item_bytes:
             raise InvalidArgument(f"an array of {name} cannot be read as {wanted}: other widths")
-        return dtype_named(wanted).name
+        return wanted
     try:
         return _NUMPY_NAMES[name]
     except KeyError:

@@ -105,12 +105,12 @@ def decode_chunk(
 def decode_changes(
     dtype: DType, tables: bytes, base: np.ndarray, data: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, int] | None:
-    """Positions (uint32, rising), new words (uint8, ``word_bytes`` each) and the digest of all new words."""
+    """Positions (uint32, rising), new words (uint8, ``word_bytes`` each), digest of all new words."""
     if is_class_coded(data):
-        ok, digest, positions, words = native_codec(dtype, tables).changes(base, data)
+        ok, known, where, words = native_codec(dtype, tables).changes(base, data)
         if not ok:
             return None
-        return np.frombuffer(positions, "<u4"), np.frombuffer(words, np.uint8), int(digest)
+        return np.frombuffer(where, "<u4"), np.frombuffer(words, np.uint8), int(known)
     new = np.empty_like(base)
     new[:] = _decode_general(dtype, base, data, base.size)
     old_words, new_words = (a.reshape(-1, dtype.word_bytes) for a in (base, new))
@@ -126,17 +126,17 @@ def decode_in_place(
     The digest is None where no encoder wrote this; what was overwritten until then is in the list.
     """
     if is_class_coded(data):
-        ok, digest, positions, words = native_codec(dtype, tables).decode_in_place(base, data)
-        undo = np.frombuffer(positions, "<u4"), np.frombuffer(words, np.uint8)
-        return (*undo, int(digest) if ok else None)
+        ok, known, where, words = native_codec(dtype, tables).decode_in_place(base, data)
+        undo = np.frombuffer(where, "<u4"), np.frombuffer(words, np.uint8)
+        return (*undo, int(known) if ok else None)
     found = decode_changes(dtype, tables, base, data)
     if found is None:
         raise Corrupt("a chunk cannot be decoded")
     positions, new_words, digest = found
-    words = base.reshape(-1, dtype.word_bytes)
-    old = words[positions].reshape(-1)
-    words[positions] = new_words.reshape(-1, dtype.word_bytes)
-    return positions, old, digest
+    base_words = base.reshape(-1, dtype.word_bytes)
+    old_words = base_words[positions].reshape(-1)
+    base_words[positions] = new_words.reshape(-1, dtype.word_bytes)
+    return positions, old_words, digest
 
 
 def is_class_coded(data: np.ndarray) -> bool:

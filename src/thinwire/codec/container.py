@@ -1,4 +1,4 @@
-"""The container's head: header, index, digests. Bytes in, checked records out; no tensor is touched here.
+"""The container's head: header, index, digests. Bytes in, checked records out, no tensor touched.
 
 Layout of a file (all numbers little-endian; docs/format.md is the full description)::
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -96,7 +97,8 @@ class Index(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     steps: list[list[int]] = []
 
 
-class Head(NamedTuple):
+@dataclass(frozen=True)
+class Head:
     """A verified index with its digests and the place where the sections begin."""
 
     index: Index
@@ -258,7 +260,11 @@ def _check_tensor(tensor: TensorRecord, group_count: int) -> None:
     if any(size < 0 for size in tensor.sizes):
         raise Corrupt(f"{where} has a section of negative size")
     if tensor.group is not None:
-        if not 0 <= tensor.group < group_count or tensor.sizes or tensor.kind not in ("delta", "same"):
+        if (
+            not 0 <= tensor.group < group_count
+            or tensor.sizes
+            or tensor.kind not in ("delta", "same")
+        ):
             raise Corrupt(f"{where} lies in a group that cannot hold it")
         return
     carries = tensor.kind in ("delta", "full")

@@ -1,62 +1,29 @@
-"""An opened container: what it holds, and new tensors from base tensors, verified."""
+"""New tensors from base tensors and an opened container, verified."""
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
-from thinwire.codec import zstd
-from thinwire.codec.chunk import decode_changes, decode_chunk, decode_in_place, method_name
-from thinwire.codec.container import (
-    TRAILER,
-    Head,
-    Kind,
-    TensorRecord,
-    digests_of,
-    group_members,
-    pack_tables,
-    parse_head,
-    section_starts,
-)
-from thinwire.codec.digest import CHUNK_WORDS, combine, file_digest, tensor_digest, xxh3_64
-from thinwire.codec.dtypes import DType, byte_count, dtype_named
-from thinwire.codec.write import Attachment, map_in_order
+from thinwire.codec.chunk import decode_changes, decode_chunk, decode_in_place
+from thinwire.codec.container import TensorRecord
+from thinwire.codec.digest import combine, tensor_digest, xxh3_64
+from thinwire.codec.dtypes import DType, dtype_named
+from thinwire.codec.reader import DeltaReader, TensorEntry
+from thinwire.codec.write import map_in_order
 from thinwire.errors import (
     BaseMismatch,
     ChecksumMismatch,
     InvalidArgument,
     TensorMismatch,
     ThinwireError,
-    from_os_error,
 )
 
+__all__ = ["Bases", "Changes", "Delta", "TensorEntry"]
+
 Bases = Mapping[str, np.ndarray]
-
-
-class TensorEntry(NamedTuple):
-    """One tensor of a delta, as the index describes it.
-
-    ``payload_bytes`` is that of its own sections; a tensor of a group has none (see ``group``).
-    ``methods`` names how its chunks are coded.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    kind: Kind
-    changed_count: int
-    byte_count: int
-    payload_bytes: int
-    methods: tuple[str, ...]
-    group: int | None
-    base_digest: int | None
-    new_digest: int | None
 
 
 class Changes(NamedTuple):
@@ -68,113 +35,12 @@ class Changes(NamedTuple):
     words: np.ndarray  # uint8, word_bytes for each position
 
 
-class Delta:
-    """A container whose head and trailer were verified when it was opened.
+class Delta(DeltaReader):
+    """An opened delta, ready to be applied.
 
-    Open with :meth:`open`, close with :meth:`close` or ``with``. Bases are contiguous uint8 arrays
-    by tensor name; they are only read. Methods may be called from several threads.
+    Bases are contiguous uint8 arrays by tensor name; they are only read. Methods may be called from
+    several threads.
     """
-
-    def __init__(self, data: memoryview, source: str) -> None:
-        self._data = np.frombuffer(data, np.uint8)
-        self._close: Callable[[], None] = lambda: None
-        self.source = source
-        head = parse_head(data, len(data))
-        body = self._data[: head.file_bytes - TRAILER.size]
-        if file_digest(body) != TRAILER.unpack_from(data, body.size)[0]:
-            raise ChecksumMismatch(
-                f"{source} is not what its trailer says", hint="Fetch the delta again"
-            )
-        self._index = head.index
-        self._file_bytes = head.file_bytes
-        self.version = head.version
-        self._tables = {t.dtype: pack_tables(head.index, t.dtype) for t in head.index.tables}
-        self._members = group_members(head.index)
-        self._first_group_section = sum(len(record.sizes) for record in head.index.tensors)
-        self._sections = self._slice_sections(head)
-        self._records = {record.name: record for record in head.index.tensors}
-        self.tensors: dict[str, TensorEntry] = {}
-        self._read_entries(head)
-        self.attachments: list[Attachment] = []
-        self._attachment_sections: dict[str, np.ndarray] = {}
-        self._read_attachments(head)
-
-    @classmethod
-    def open(cls, source: bytes | bytearray | memoryview | os.PathLike[str] | str) -> Self:
-        """Open a container in memory, or map a file.
-
-        Raises:
-            FormatError: It is not a sound container; the kind says how.
-            StoreError: The file cannot be read.
-        """
-        if isinstance(source, bytes | bytearray | memoryview):
-            return cls(memoryview(source).cast("B"), "the delta")
-        path = Path(source)
-        try:
-            with path.open("rb") as file:
-                empty = os.fstat(file.fileno()).st_size == 0
-                mapped = None if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise from_os_error(error, "cannot read", path) from error
-        if mapped is None:
-            return cls(memoryview(b""), str(path))
-        try:
-            delta = cls(memoryview(mapped), str(path))
-        except ThinwireError as error:
-            error.context.setdefault("path", str(path))
-            error.args = (f"{path}: {error.message}",)
-            error.message = error.args[0]
-            raise
-        return delta
-
-    def close(self) -> None:
-        """Let go of the data; the map of a file ends with its last reference."""
-        self._data = np.empty(0, np.uint8)
-        self._sections = []
-        self._attachment_sections = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the whole container."""
-        return self._file_bytes
-
-    @property
-    def steps(self) -> tuple[list[int], list[int]]:
-        """Changes down and up by octave of their size in steps: 1, 2-3, 4-7, ..."""
-        down, up = self._index.steps or ([], [])
-        return list(down), list(up)
-
-    @property
-    def group_bytes(self) -> list[int]:
-        """Payload bytes of each group of small tensors."""
-        return [group.size for group in self._index.groups]
-
-    def attachment_data(self, attachment: Attachment) -> bytes:
-        """The bytes of an attachment that the container carries, verified.
-
-        Raises:
-            InvalidArgument: It is not carried; it equals the base's.
-            ChecksumMismatch: The bytes are not what their digest says.
-        """
-        section = self._attachment_sections.get(attachment.name)
-        if section is None:
-            raise InvalidArgument(f"attachment {attachment.name!r} is not carried in the delta")
-        what = f"attachment {attachment.name!r}"
-        data = zstd.decompress(section.data, attachment.size, what)
-        if xxh3_64(data) != attachment.digest:
-            raise ChecksumMismatch(f"{what} is not what its digest says")
-        return data
 
     def apply(
         self,
@@ -250,7 +116,9 @@ class Delta:
                 digests: list[int | None] = []
             base = bases[record.name][span]
             row = dtype_named(record.dtype)
-            found = decode_changes(row, self._table(record.dtype), base, self._section(record, chunk))
+            found = decode_changes(
+                row, self._table(record.dtype), base, self._section(record, chunk)
+            )
             digests.append(found[2] if found else None)
             if found is None or span.stop == entry.byte_count:
                 self._check_digests(entry, digests, bases)
@@ -274,7 +142,9 @@ class Delta:
         if record.kind == "same":
             self._check_digests(entry, [None], {name: base})
             return
-        if record.kind != "delta" or (record.group is not None and len(self._members[record.group]) > 1):
+        if record.kind != "delta" or (
+            record.group is not None and len(self._members[record.group]) > 1
+        ):
             raise InvalidArgument(f"tensor {name!r} cannot be changed in place on its own")
         undo: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         digests: list[int | None] = []
@@ -283,7 +153,9 @@ class Delta:
                 span = self._span(record, chunk)
                 words = base[span]
                 section = self._section(record, chunk)
-                positions, old, digest = decode_in_place(row, self._table(record.dtype), words, section)
+                positions, old, digest = decode_in_place(
+                    row, self._table(record.dtype), words, section
+                )
                 undo.append((words, positions, old))
                 digests.append(digest)
             if None in digests or combine(d for d in digests if d is not None) != entry.new_digest:
@@ -293,96 +165,6 @@ class Delta:
                 words.reshape(-1, row.word_bytes)[positions] = old.reshape(-1, row.word_bytes)
             self._check_digests(entry, [None], {name: base})
             raise
-
-    # -- reading the index ---------------------------------------------------------------
-
-    def _slice_sections(self, head: Head) -> list[np.ndarray]:
-        starts = section_starts(head.index)
-        first = head.sections_start
-        return [
-            self._data[first + start : first + end]
-            for start, end in zip(starts, starts[1:], strict=False)
-        ]
-
-    def _read_entries(self, head: Head) -> None:
-        at = section = 0
-        self._first_section: dict[str, int] = {}
-        for record in head.index.tensors:
-            digests = head.digests[at : at + digests_of(record.kind)]
-            at += len(digests)
-            self._first_section[record.name] = section
-            own = self._sections[section : section + len(record.sizes)]
-            section += len(record.sizes)
-            if record.group is not None:
-                size = head.index.groups[record.group].size
-                group_section = self._sections[self._group_section(record.group)]
-                methods = {method_name(int(group_section[0]))} if size else set()
-            else:
-                methods = {method_name(int(data[0])) for data in own if data.size}
-            self.tensors[record.name] = TensorEntry(
-                name=record.name,
-                dtype=record.dtype,
-                shape=tuple(record.shape),
-                kind=record.kind,
-                changed_count=record.changed,
-                byte_count=byte_count(record.dtype, record.shape),
-                payload_bytes=sum(record.sizes),
-                methods=tuple(sorted(methods)),
-                group=record.group,
-                base_digest=None if record.kind == "full" else digests[0],
-                new_digest=None if record.kind == "removed" else digests[-1],
-            )
-
-    def _read_attachments(self, head: Head) -> None:
-        records = head.index.attachments
-        digests = head.digests[len(head.digests) - len(records) :]
-        carried = [record for record in records if record.stored is not None]
-        first = len(self._sections) - len(carried)
-        for record, section in zip(carried, self._sections[first:], strict=True):
-            self._attachment_sections[record.name] = section
-        self.attachments = [
-            Attachment(record.name, record.kind, None, record.size, digest)
-            for record, digest in zip(records, digests, strict=True)
-        ]
-
-    def is_carried(self, attachment: Attachment) -> bool:
-        """Whether the container holds the attachment's bytes; else it equals the base's file."""
-        return attachment.name in self._attachment_sections
-
-    # -- places ----------------------------------------------------------------------------
-
-    def _units(self) -> Iterator[tuple[list[TensorRecord], int]]:
-        for record in self._index.tensors:
-            if record.group is None and record.kind != "removed":
-                chunk_bytes = self._chunk_bytes(record.dtype)
-                for chunk in range(-(-byte_count(record.dtype, record.shape) // chunk_bytes) or 1):
-                    yield [record], chunk
-        for members in self._members:
-            if members:
-                yield members, 0
-
-    def _chunk_bytes(self, dtype: str) -> int:
-        return CHUNK_WORDS * dtype_named(dtype).word_bytes
-
-    def _span(self, record: TensorRecord, chunk: int) -> slice:
-        chunk_bytes = self._chunk_bytes(record.dtype)
-        size = self.tensors[record.name].byte_count
-        return slice(chunk * chunk_bytes, min(size, (chunk + 1) * chunk_bytes))
-
-    def _group_section(self, group: int) -> int:
-        return self._first_group_section + group
-
-    def _section(self, record: TensorRecord, chunk: int) -> np.ndarray:
-        if record.group is not None:
-            return self._sections[self._group_section(record.group)]
-        if not record.sizes:  # an empty tensor
-            return np.empty(0, np.uint8)
-        return self._sections[self._first_section[record.name] + chunk]
-
-    def _table(self, dtype: str) -> bytes:
-        return self._tables.get(dtype, b"")
-
-    # -- decoding --------------------------------------------------------------------------
 
     def _decode_span(
         self, record: TensorRecord, bases: Bases, span: slice, chunk: int, out: np.ndarray
@@ -426,8 +208,6 @@ class Delta:
             positions = np.flatnonzero((old_words != new_words).any(axis=1)).astype("<u4")
             if positions.size:
                 yield Changes(name, 0, positions, new_words[positions].reshape(-1))
-
-    # -- checking --------------------------------------------------------------------------
 
     def _checked_out(self, entry: TensorEntry, out: np.ndarray) -> np.ndarray:
         if out.dtype != np.uint8 or out.size != entry.byte_count:
@@ -479,7 +259,7 @@ class Delta:
             if entry.kind == "same" or list(digests) == [None]:
                 return
         raise ChecksumMismatch(
-            f"tensor {entry.name!r} does not decode to what its digest says, though its base is right",
+            f"tensor {entry.name!r} does not decode to what its digest says, yet its base is right",
             hint="Fetch the delta again",
             tensor=entry.name,
         )
@@ -489,4 +269,3 @@ class Delta:
         if entry.group is not None:
             return digests[0]
         return combine(digests if entry.byte_count else ())
-

@@ -88,7 +88,9 @@ def byte_count(dtype: str, shape: Sequence[int]) -> int:
     for extent in shape:
         count *= extent
         if count * row.bits > MAX_TENSOR_BYTES * 8:
-            raise LimitExceeded(f"a tensor of shape {list(shape)} is beyond {MAX_TENSOR_BYTES} bytes")
+            raise LimitExceeded(
+                f"a tensor of shape {list(shape)} is beyond {MAX_TENSOR_BYTES} bytes"
+            )
     if count * row.bits % 8:
         raise FormatError(f"{count} elements of {dtype} do not fill whole bytes")
     return count * row.bits // 8

@@ -1,4 +1,4 @@
-"""Tensor pairs in, a container out: planned first, coded chunk by chunk on a few threads, in order."""
+"""Tensor pairs in, a container out: planned, then coded chunk by chunk on threads, in order."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from thinwire.codec import _native, zstd
 from thinwire.codec.chunk import (
+    MAX_TABLES,
     TABLE_BYTES,
     EncodedChunk,
     Spec,
@@ -25,6 +26,7 @@ from thinwire.codec.container import (
     AttachmentRecord,
     GroupRecord,
     Index,
+    Kind,
     TensorRecord,
     pack_head,
     pack_tables,
@@ -150,10 +152,13 @@ def write_delta(
 
     down, up = np.zeros(64, np.int64), np.zeros(64, np.int64)
     found: dict[str, list[tuple[int, int, int]]] = {record.name: [] for record in records}
+    class_coded: set[str] = set()  # dtypes whose tables some chunk uses
     units = [*single, *(_Unit(group, 0, 0) for group in groups)]
     with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
         for number, coded in enumerate(map_in_order(code, units, workers)):
             spool.write(coded.chunk.data)
+            if coded.chunk.data and coded.chunk.data[0] < MAX_TABLES:
+                class_coded.add(coded.unit.pairs[0].dtype)
             down[: len(coded.chunk.steps[0])] += np.asarray(coded.chunk.steps[0], np.int64)
             up[: len(coded.chunk.steps[1])] += np.asarray(coded.chunk.steps[1], np.int64)
             if number < len(single):
@@ -177,6 +182,7 @@ def write_delta(
                 AttachmentRecord(attachment.name, attachment.kind, attachment.size, stored)
             )
             digests.append(attachment.digest)
+        index.tables = [table for table in index.tables if table.dtype in class_coded]
         if down.any() or up.any():
             index.steps = [_trimmed(down), _trimmed(up)]
         section_bytes = spool.tell()
@@ -213,10 +219,8 @@ def fit_tables(dtype: str, pairs: Sequence[Pair]) -> list[bytes]:
     return [packed[at : at + TABLE_BYTES] for at in range(0, len(packed), TABLE_BYTES)]
 
 
-def _sample_chunks(
-    pairs: Sequence[Pair], chunk_bytes: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Base and new of the chunks to sample: large tensors first, then all small ones as neighbours."""
+def _sample_chunks(pairs: Sequence[Pair], chunk_bytes: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Base and new of the chunks to sample: large tensors first, then all small ones."""
     ordered = sorted(pairs, key=lambda pair: _words(pair) < SMALL_WORDS)
     chunks = []
     for pair in ordered:
@@ -280,7 +284,7 @@ def _check_pairs(pairs: Sequence[Pair]) -> None:
             raise InvalidArgument(f"tensor {pair.name!r} has neither base nor new")
 
 
-def _kind(pair: Pair) -> str:
+def _kind(pair: Pair) -> Kind:
     if pair.new is None:
         return "removed"
     return "full" if pair.base is None else "delta"
