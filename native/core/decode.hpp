@@ -24,15 +24,20 @@ TW_INLINE W decode_value(RangeDecoder& coder, ValueModel& model, const Constants
   if (!is_one) {
     int octave = 1;
     for (; octave < bits - 1; ++octave) {
-      AdaptiveBit& stop = model.octave[octave_context(cls, octave)];
+      AdaptiveBit& stop = model.octave[cls][octave];
       const uint32_t stops = coder.bit(stop.p);
       update(k, stop, stops);
       if (stops) break;
     }
-    const uint32_t half = coder.bit(model.half[octave].p);
-    update(k, model.half[octave], half);
-    size = uint64_t{2} | half;
-    size = (size << (octave - 1)) | coder.direct(octave - 1);
+    const int learnt = octave < kTopBits ? octave : kTopBits;
+    uint32_t node = 1;
+    for (int i = 0; i < learnt; ++i) {
+      AdaptiveBit& bit = model.top[octave][node];
+      const uint32_t value = coder.bit(bit.p);
+      update(k, bit, value);
+      node = 2 * node + value;
+    }
+    size = (uint64_t{node} << (octave - learnt)) | coder.direct(octave - learnt);
   }
   const uint64_t order = to_order(base, bits, layout.ordered);
   const uint64_t changed = (up ? order + size : order - size) & word_mask(bits);
@@ -194,6 +199,7 @@ DecodeResult decode_chunk(const DecodeJob& job, const Layout& layout) {
     }
     new (&storage.decoder) ChunkDecoder<Isa, W>(job.data, job.size, layout, job.tables[job.data[0]]);
   }
+  if (job.count == 0) result.new_digest = xxh3_short(job.data, 0);
   for (size_t at = 0; at < job.count; at += kPieceElements) {
     const size_t count = std::min(kPieceElements, job.count - at);
     W* const target = out ? out + at : piece_copy;

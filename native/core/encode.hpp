@@ -11,7 +11,7 @@ namespace {  // one copy per instruction set: the linker must not merge them
 
 template <class W>
 TW_INLINE void encode_value(RangeEncoder& coder, ValueModel& model, const Constants& k, const Layout& layout, int cls,
-                            W base, W changed, StepCounts& counts) {
+                            W base, W changed) {
   constexpr int bits = 8 * sizeof(W);
   const uint64_t mask = word_mask(bits);
   const uint64_t step = (to_order(changed, bits, layout.ordered) - to_order(base, bits, layout.ordered)) & mask;
@@ -20,21 +20,26 @@ TW_INLINE void encode_value(RangeEncoder& coder, ValueModel& model, const Consta
   coder.bit(up, model.direction.p);
   update(k, model.direction, up);
   const int octave = 63 - __builtin_clzll(size);
-  counts.by_octave[up][octave] += 1;
   AdaptiveBit& one = model.one[cls];
   coder.bit(octave == 0, one.p);
   update(k, one, octave == 0);
   if (octave == 0) return;
   for (int i = 1; i < bits - 1; ++i) {
-    AdaptiveBit& stop = model.octave[octave_context(cls, i)];
+    AdaptiveBit& stop = model.octave[cls][i];
     coder.bit(octave == i, stop.p);
     update(k, stop, octave == i);
     if (octave == i) break;
   }
-  const uint32_t half = (size >> (octave - 1)) & 1;
-  coder.bit(half, model.half[octave].p);
-  update(k, model.half[octave], half);
-  coder.direct(size & word_mask(octave - 1), octave - 1);
+  const int learnt = octave < kTopBits ? octave : kTopBits;
+  uint32_t node = 1;
+  for (int i = octave - 1; i >= octave - learnt; --i) {
+    const uint32_t value = (size >> i) & 1;
+    AdaptiveBit& bit = model.top[octave][node];
+    coder.bit(value, bit.p);
+    update(k, bit, value);
+    node = 2 * node + value;
+  }
+  coder.direct(size & word_mask(octave - learnt), octave - learnt);
 }
 
 // The table and shift that code this chunk's changes in the fewest bits, the unchanged being counted in a sample.
@@ -87,10 +92,23 @@ struct Changed {
   TW_INLINE void advance() { ++positions, ++words; }
 };
 
+// Direction and octave of every change, whatever method codes the chunk in the end.
+template <class W>
+void count_steps(const W* old_words, const W* new_words, size_t count, const Layout& layout, StepCounts& steps) {
+  constexpr int bits = 8 * sizeof(W);
+  const uint64_t mask = word_mask(bits);
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t step =
+        (to_order(new_words[i], bits, layout.ordered) - to_order(old_words[i], bits, layout.ordered)) & mask;
+    const bool up = !(step >> (bits - 1));
+    steps.by_octave[up][63 - __builtin_clzll(up ? step : (0 - step) & mask)] += 1;
+  }
+}
+
 template <class Isa, class W>
 TW_INLINE void encode_block(RangeEncoder& coder, ValueModel& model, const Constants& k, const Layout& layout,
                             const Costs& costs, const W* base, size_t count, uint32_t total, size_t start,
-                            Changed<W>& next, StepCounts& counts) {
+                            Changed<W>& next) {
   const int shift = costs.scale_shift;
   const BlockCosts<Isa, W> block(base, count, layout, costs);
   size_t from = 0;
@@ -107,8 +125,7 @@ TW_INLINE void encode_block(RangeEncoder& coder, ValueModel& model, const Consta
     const uint32_t after = until + cost_of(base[at], layout, costs);
     coder.symbol(first_before(k, (until - before) << shift, static_cast<uint32_t>(at - from)),
                  first_before(k, (after - before) << shift, static_cast<uint32_t>(at + 1 - from)));
-    encode_value(coder, model, k, layout, class_of_field(field_of(base[at], layout), costs.top), base[at], next.word(),
-                 counts);
+    encode_value(coder, model, k, layout, class_of_field(field_of(base[at], layout), costs.top), base[at], next.word());
     next.advance();
     from = at + 1;
     before = after;
@@ -151,6 +168,7 @@ EncodeResult encode_chunk(const EncodeJob& job, const Layout& layout) {
   result.new_digest = digest(new_hash, changed);
   result.changed_count = changed_count;
   if (changed_count == 0) return result;
+  count_steps(old_words, new_words, changed_count, layout, result.steps);
   if (job.capacity < kChunkHeaderBytes + 16) {
     result.status = Status::too_large;
     return result;
@@ -179,7 +197,7 @@ EncodeResult encode_chunk(const EncodeJob& job, const Layout& layout) {
       if (next.position() - start >= count) {
         coder.last_symbol(first_before(k, sums[b] << costs.scale_shift, static_cast<uint32_t>(count)));
       } else {
-        encode_block<Isa>(coder, model, k, layout, costs, base + start, count, sums[b], start, next, result.steps);
+        encode_block<Isa>(coder, model, k, layout, costs, base + start, count, sums[b], start, next);
       }
     }
   }

@@ -51,9 +51,15 @@ void reset(ValueModel& model, const RateTable& table) {
   model.direction = {1u << 15, 30};
   for (int c = 0; c < kClassCount; ++c) {
     model.one[c] = {static_cast<uint16_t>(256 * table.one[c] + 128), 14};
-    model.octave[c] = {static_cast<uint16_t>(256 * table.one[c] + 128), 6};
+    // An update's size does not depend on the weight: octave o of a weight of class c is the scale of a single step of
+    // the weights of class c - o. A guess, soon overruled.
+    for (int o = 0; o < kOctaveMax; ++o) {
+      model.octave[c][o] = {static_cast<uint16_t>(128 * table.one[c > o ? c - o : 0] + 18064), 2};
+    }
   }
-  for (auto& bit : model.half) bit = {1u << 15, 6};
+  for (auto& row : model.top) {
+    for (auto& bit : row) bit = {1u << 15, 6};
+  }
 }
 
 }  // namespace thinwire

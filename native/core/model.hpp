@@ -105,18 +105,15 @@ TW_INLINE void update(const Constants& k, AdaptiveBit& bit, uint32_t value) {
 }
 
 inline constexpr int kOctaveMax = 64;
+inline constexpr int kTopBits = 2;  // bits below the leading one of a size that are worth learning
 
-// Everything a chunk learns while it is coded.
+// Everything a chunk learns while it is coded: about 9 KiB.
 struct ValueModel {
   AdaptiveBit direction;
   AdaptiveBit one[kClassCount];
-  AdaptiveBit octave[kClassCount];
-  AdaptiveBit half[kOctaveMax];
+  AdaptiveBit octave[kClassCount][kOctaveMax];
+  AdaptiveBit top[kOctaveMax][1 << kTopBits];  // by octave and the bits before, led by a one
 };
-
-// An update's size does not depend on the weight: octave i of a weight of class c is the scale of the weights of
-// class c - i, so they share what they learn.
-TW_INLINE int octave_context(int cls, int octave) { return cls > octave ? cls - octave : 0; }
 
 void reset(ValueModel& model, const RateTable& table);
 

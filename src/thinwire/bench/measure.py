@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from thinwire.bench.bound import Bound, class_bound
-from thinwire.bench.peer import CheckpointPeer, InPlacePeer
+from thinwire.bench.peer import CheckpointPeer, InPlacePeer, SectionedPeer
 from thinwire.bench.report import (
     BOUND_ROW,
     MEMCPY_ROW,
@@ -32,6 +32,7 @@ from thinwire.bench.tensors import (
     raw_bytes,
     require_same_layout,
 )
+from thinwire.errors import InvalidArgument
 
 OnProgress = Callable[[int, str], None]
 """Called with the step's number and the row's name before each row of each step."""
@@ -76,6 +77,7 @@ class _Tally:
 
     payload_bytes: list[int] = field(default_factory=list)
     file_bytes: list[int] = field(default_factory=list)
+    section_bytes: list[int] = field(default_factory=list)
     encode: _Clock = field(default_factory=_Clock)
     decode: _Clock = field(default_factory=_Clock)
     decode_into: _Clock = field(default_factory=_Clock)
@@ -124,17 +126,17 @@ def measure_sequence(
 
     Sizes are means over the steps; speeds are medians over ``repetition_count`` calls per step.
     Rows take turns within each step, memcpy included, so all see the same machine. ``skipped``
-    (row: reason) is only passed on. Raises ValueError for fewer than two paths, for checkpoints
-    of different layouts, without any element, or when two rows share a name; RoundTripError when
-    a row gives wrong bits.
+    (row: reason) is only passed on. Raises InvalidArgument for fewer than two paths, for
+    checkpoints of different layouts, without any element, or when two rows share a name;
+    RoundTripError when a row gives wrong bits.
     """
     if len(paths) < 2:
-        raise ValueError(f"a step needs two checkpoints, got {len(paths)}")
+        raise InvalidArgument(f"a step needs two checkpoints, got {len(paths)}")
     names = [peer.name for peer in peers]
     if len(set(names)) != len(names):
-        raise ValueError(f"two rows have the same name: {', '.join(names)}")
+        raise InvalidArgument(f"two rows have the same name: {', '.join(names)}")
     if repetition_count < 1:
-        raise ValueError(f"repetition_count must be at least 1, got {repetition_count}")
+        raise InvalidArgument(f"repetition_count must be at least 1, got {repetition_count}")
 
     tallies = {name: _Tally() for name in names}
     steps, memcpy = _Steps(), _Clock()
@@ -143,7 +145,7 @@ def measure_sequence(
         new = as_checkpoint(load(path))
         require_same_layout(base, new)
         if raw_bytes(new) == 0:
-            raise ValueError(f"{path} has no weights")
+            raise InvalidArgument(f"{path} has no weights")
         _describe_step(steps, base, new)
         _measure_memcpy(memcpy, new, repetition_count)
         for peer in peers:
@@ -186,6 +188,8 @@ def _measure_step(
         if repetition == 0:
             tally.file_bytes.append(len(payload))
             tally.payload_bytes.append(len(payload) - peer.framing_bytes(payload))
+            if isinstance(peer, SectionedPeer):
+                tally.section_bytes.append(peer.section_bytes(payload))
     if isinstance(peer, InPlacePeer):
         _measure_in_place(tally.decode_into, peer, payload, base, new, repetition_count)
 
@@ -259,6 +263,9 @@ def _row(name: str, tally: _Tally, steps: _Steps, reference: float | None) -> Ro
         decode=tally.decode.speed(),
         decode_into=tally.decode_into.speed(),
         step_payload_bytes=tuple(tally.payload_bytes),
+        section_percent=(
+            _mean_percent(tally.section_bytes, steps.raw_bytes) if tally.section_bytes else None
+        ),
     )
 
 

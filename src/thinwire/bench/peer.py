@@ -66,6 +66,14 @@ class InPlacePeer(CheckpointPeer, Protocol):
         """Overwrite the words of ``base``, which are writable, with those of the new checkpoint."""
 
 
+@runtime_checkable
+class SectionedPeer(CheckpointPeer, Protocol):
+    """A checkpoint peer that can tell coded weights from the rest of its file."""
+
+    def section_bytes(self, payload: bytes, /) -> int:
+        """Bytes of the coded weights alone, without index and digests."""
+
+
 @dataclass(frozen=True)
 class WholeFile:
     """A row made of two functions. Every byte of its file counts."""

@@ -1,4 +1,4 @@
-"""The one picture of a report: a bar per row, its length the payload in % of raw.
+"""The one picture of a bench run: a panel per report, a bar per row, its length the payload.
 
 The picture is laid out once, as rectangles and texts, and then written as SVG by this file or drawn
 as PNG with Pillow, an optional package.
@@ -7,15 +7,15 @@ as PNG with Pillow, an optional package.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
 from thinwire.bench.peer import MissingExtraError
-from thinwire.bench.report import BOUND_ROW, Report
-
-OUR_ROW = "thinwire"
+from thinwire.bench.report import BOUND_ROW, OUR_ROW, Report
+from thinwire.errors import InvalidArgument
 
 _WIDTH = 640
 _MARGIN = 16
@@ -67,16 +67,17 @@ class Picture:
     shapes: tuple[Rectangle | Label, ...]
 
 
-def lay_out(report: Report) -> Picture:
+def lay_out(report: Report, run_name: str = "") -> Picture:
     """Bars for all rows with a payload, in the report's order."""
     bars = [(row.name, row.payload_percent) for row in report.rows if row.payload_percent]
     longest = max((percent for _, percent in bars), default=1.0)
     room = _WIDTH - 2 * _MARGIN - _LABEL_WIDTH - _VALUE_WIDTH
     height = _TOP + _ROW_HEIGHT * len(bars) + _MARGIN
     steps = "1 step" if report.step_count == 1 else f"mean of {report.step_count} steps"
+    title = "Delta size, % of the raw checkpoint" + (f", {run_name}" if run_name else "")
     shapes: list[Rectangle | Label] = [
         Rectangle(0, 0, _WIDTH, height, _PAPER),
-        Label(_MARGIN, 22, "Delta size, % of the raw checkpoint", 15, _INK, is_bold=True),
+        Label(_MARGIN, 22, title, 15, _INK, is_bold=True),
         Label(
             _MARGIN,
             43,
@@ -98,6 +99,16 @@ def lay_out(report: Report) -> Picture:
             Label(start + length + 6, middle, f"{percent:.3f} %", 12, _INK, is_bold=is_ours),
         ]
     return Picture(_WIDTH, height, tuple(shapes))
+
+
+def stack(pictures: Sequence[Picture]) -> Picture:
+    """The pictures in one, from top to bottom."""
+    shapes: list[Rectangle | Label] = []
+    top = 0
+    for picture in pictures:
+        shapes += [replace(shape, y=shape.y + top) for shape in picture.shapes]
+        top += picture.height
+    return Picture(_WIDTH, top, tuple(shapes))
 
 
 def to_svg(picture: Picture) -> str:
@@ -124,31 +135,48 @@ def to_svg(picture: Picture) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def write_plot(report: Report, path: Path) -> None:
+def write_plot(reports: Report | Mapping[str, Report], path: Path) -> None:
     """Write the picture to ``path``: SVG or PNG, by its suffix.
 
-    Raises ValueError for another suffix, MissingExtraError for PNG without Pillow.
+    Several reports, by the names of their runs, become panels of one picture. Raises as
+    :func:`check_plot`.
     """
-    picture = lay_out(report)
-    suffix = path.suffix.lower()
-    if suffix == ".svg":
+    check_plot(path)
+    named = {"": reports} if isinstance(reports, Report) else reports
+    picture = stack([lay_out(report, name) for name, report in named.items()])
+    if path.suffix.lower() == ".svg":
         path.write_text(to_svg(picture), encoding="utf-8")
-    elif suffix == ".png":
-        _draw(picture).save(path)
     else:
-        raise ValueError(f"cannot plot to {path.name!r}: use a name that ends in .svg or .png")
+        _draw(picture).save(path)
 
 
-def _draw(picture: Picture) -> Any:
-    """The picture as a Pillow image, at twice its size to stay sharp."""
+def check_plot(path: Path) -> None:
+    """Find out before a long run whether its picture can be drawn.
+
+    Raises InvalidArgument for a suffix other than .svg and .png, MissingExtraError for PNG without
+    Pillow.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".png":
+        _pillow("Image")
+    elif suffix != ".svg":
+        raise InvalidArgument(
+            f"cannot plot to {path.name!r}", hint="Use a name that ends in .svg or .png"
+        )
+
+
+def _pillow(module: str) -> Any:
     try:
-        image_module = importlib.import_module("PIL.Image")
-        draw_module = importlib.import_module("PIL.ImageDraw")
-        font_module = importlib.import_module("PIL.ImageFont")
+        return importlib.import_module(f"PIL.{module}")
     except ImportError as error:
         raise MissingExtraError(
             f"a PNG plot needs Pillow, install pillow or plot to .svg: {error}"
         ) from error
+
+
+def _draw(picture: Picture) -> Any:
+    """The picture as a Pillow image, at twice its size to stay sharp."""
+    image_module, draw_module, font_module = map(_pillow, ("Image", "ImageDraw", "ImageFont"))
     image = image_module.new(
         "RGB", (picture.width * _PNG_SCALE, picture.height * _PNG_SCALE), _PAPER
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 BOUND_ROW = "class-conditional bound"
 MEMCPY_ROW = "memcpy"
 REFERENCE_ROW = "arc_v3"
+OUR_ROW = "thinwire"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Row:
     """One format, means over the steps; None where a column does not apply.
 
     ``payload_percent`` leaves out the file's framing where the peer's class says so;
-    ``file_percent`` counts every byte. ``times_reference`` is the payload over arc_v3's.
+    ``file_percent`` counts every byte, ``section_percent`` only the coded weights, where the peer
+    can tell. ``times_reference`` is the payload over arc_v3's.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Row:
     decode: Speed | None = None
     decode_into: Speed | None = None
     step_payload_bytes: tuple[int, ...] = ()
+    section_percent: float | None = None
 
 
 @dataclass(frozen=True)

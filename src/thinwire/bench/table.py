@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +25,23 @@ _NONE = "-"
 def cells(report: Report) -> list[tuple[str, ...]]:
     """One tuple of texts per row, in the order of HEADINGS. Speeds are per core."""
     return [_row_cells(row) for row in report.rows]
+
+
+def used_cells(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of the columns where some row has something to say, and the first."""
+    return used_columns(HEADINGS, cells(report))
+
+
+def used_columns(
+    headings: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """The table without columns that are empty, the first one apart."""
+    columns = [
+        column
+        for column in range(len(headings))
+        if column == 0 or any(row[column] != _NONE for row in rows)
+    ]
+    return [headings[column] for column in columns], [[row[c] for c in columns] for row in rows]
 
 
 def caption(report: Report) -> str:
@@ -52,23 +71,28 @@ def to_rich(report: Report) -> Table:
     """A table for a terminal; rich.print() shows it."""
     # Text keeps rich from reading a [bracket] of a name or reason as markup.
     table = Table(caption=Text(caption(report)), caption_justify="left")
-    columns = _used_columns(report)
-    for column in columns:
-        table.add_column(HEADINGS[column], justify="left" if column == 0 else "right")
-    for row in cells(report):
-        table.add_row(*(Text(row[column]) for column in columns))
+    headings, rows = used_cells(report)
+    for column, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if column == 0 else "right")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
     return table
 
 
 def to_markdown(report: Report) -> str:
     """A Markdown table with its caption below; ends with a newline."""
-    columns = _used_columns(report)
+    table = markdown_table(*used_cells(report))
+    return table + "\n" + "  \n".join(caption(report).splitlines()) + "\n"
+
+
+def markdown_table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, the first column to the left; ends with a newline."""
     lines = [
-        _markdown_line([HEADINGS[column] for column in columns]),
-        _markdown_line(["---" if column == 0 else "---:" for column in columns]),
+        _markdown_line(headings),
+        _markdown_line(["---" if column == 0 else "---:" for column in range(len(headings))]),
+        *(_markdown_line(row) for row in rows),
     ]
-    lines += [_markdown_line([row[column] for column in columns]) for row in cells(report)]
-    return "\n".join(lines) + "\n\n" + "  \n".join(caption(report).splitlines()) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _row_cells(row: Row) -> tuple[str, ...]:
@@ -81,16 +105,6 @@ def _row_cells(row: Row) -> tuple[str, ...]:
         _speed(row.decode_into),
         _number(row.times_reference, 3),
     )
-
-
-def _used_columns(report: Report) -> list[int]:
-    """Columns where some row has something to say, and always the first."""
-    rows = cells(report)
-    return [
-        column
-        for column in range(len(HEADINGS))
-        if column == 0 or any(row[column] != _NONE for row in rows)
-    ]
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from thinwire.errors import InvalidArgument
+
 Words: TypeAlias = npt.NDArray[Any]
 """1-D array of uint8, uint16, uint32 or uint64: one word per element, its bits as stored."""
 
@@ -93,20 +95,20 @@ def changed_count(base: Checkpoint, new: Checkpoint) -> int:
 
 
 def require_same_layout(base: Checkpoint, new: Checkpoint) -> None:
-    """Raise ValueError unless both have the same names, dtypes and shapes.
+    """Raise InvalidArgument unless both have the same names, dtypes and shapes.
 
     No other delta format here can carry a tensor that appears, vanishes or changes its shape, so
     such a pair cannot be compared.
     """
     unpaired = sorted(set(base) ^ set(new))
     if unpaired:
-        raise ValueError(
+        raise InvalidArgument(
             f"tensor {unpaired[0]!r} is on one side only ({len(unpaired)} such tensors); "
             "compare checkpoints of one model"
         )
     for name, tensor in new.items():
         if base[name][:2] != tensor[:2]:
-            raise ValueError(
+            raise InvalidArgument(
                 f"tensor {name!r}: base is {base[name].dtype} {base[name].shape}, "
                 f"new is {tensor.dtype} {tensor.shape}"
             )

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thinwire.checkpoint.disk import ByteArray, create, map_file, os_errors, write_all
+from thinwire.checkpoint.file_names import SINGLE_FILE, name_fault
 from thinwire.codec.digest import xxh3_64
 from thinwire.errors import ChecksumMismatch, FormatError, Truncated
 
@@ -33,6 +34,7 @@ MAGIC = b"TWREDO1\n"
 _HEAD_BYTES = struct.Struct("<I")
 _BLOCK = struct.Struct("<IQBI")
 _DIGEST = struct.Struct("<Q")
+_WORD_BYTES = (1, 2, 4, 8)
 
 
 class FileSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,7 +111,11 @@ class RedoWriter:
 
 
 class RedoLog:
-    """A sealed log, mapped and verified."""
+    """A sealed log, mapped and verified.
+
+    A digest shows what an accident did, not who wrote the log: it may have come with a checkpoint
+    from elsewhere. So names and blocks are checked too, before anything is done.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open the log in ``folder``.
@@ -136,18 +142,48 @@ class RedoLog:
             self.head = msgspec.json.decode(packed, type=RedoHead)
         except msgspec.MsgspecError as error:
             raise FormatError(f"{self._path}: the head is malformed: {error}") from None
+        self._check_names()
+        for _ in self.blocks():
+            pass
 
     def blocks(self) -> Iterator[Block]:
         """The blocks in order, as views of the mapped log."""
         at = self._first_block
         while at < self._end:
-            number, offset, word_bytes, count = _BLOCK.unpack_from(self._data.data, at)
-            at += _BLOCK.size
-            words_at = at + 4 * count
-            after = words_at + word_bytes * count
-            positions = self._data[at:words_at].view("<u4")
-            yield Block(number, offset, word_bytes, positions, self._data[words_at:after])
-            at = after
+            block, at = self._read_block(at)
+            yield block
+
+    def _read_block(self, start: int) -> tuple[Block, int]:
+        """The block at a place in the log, and where the next one begins."""
+        at = start + _BLOCK.size
+        if at > self._end:
+            raise self._unsound(start, "is cut")
+        number, offset, word_bytes, count = _BLOCK.unpack_from(self._data.data, start)
+        words_at = at + 4 * count
+        after = words_at + word_bytes * count
+        if after > self._end:
+            raise self._unsound(start, "is cut")
+        if number >= len(self.head.patched):
+            raise self._unsound(start, f"is of file {number}, which the head does not name")
+        if word_bytes not in _WORD_BYTES:
+            raise self._unsound(start, f"has words of {word_bytes} bytes")
+        positions = self._data[at:words_at].view("<u4")
+        if count:
+            if (positions[1:] <= positions[:-1]).any():
+                raise self._unsound(start, "has positions that do not rise")
+            if offset + (int(positions[-1]) + 1) * word_bytes > self.head.patched[number].size:
+                raise self._unsound(start, "reaches beyond the end of its file")
+        return Block(number, offset, word_bytes, positions, self._data[words_at:after]), after
+
+    def _check_names(self) -> None:
+        head = self.head
+        kept = [file.name for file in (*head.patched, *head.replaced) if file.name != SINGLE_FILE]
+        for name in [*kept, *head.removed]:
+            if fault := name_fault(name):
+                raise FormatError(f"{self._path}: the file name {name[:80]!r} {fault}")
+
+    def _unsound(self, start: int, reason: str) -> FormatError:
+        return FormatError(f"{self._path}: the block at byte {start} {reason}")
 
 
 def staged_path(folder: Path, number: int) -> Path:

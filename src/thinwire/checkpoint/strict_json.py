@@ -23,9 +23,9 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 
 def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in fields if keys.count(key) > 1)
-        raise ValueError(f"the key {twice[:80]!r} appears twice")
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"the key {key[:80]!r} appears twice")
+        fields[key] = value
     return fields

@@ -111,7 +111,7 @@ def decode_into(base: Any, payload: Payload) -> None:
     with Delta.open(payload) as delta:
         bits = _matching(base, delta)
         if bits.is_view:
-            delta.apply_in_place(ARRAY_NAME, bits.data)
+            delta.apply_in_place({ARRAY_NAME: bits.data})
             return
         if not (isinstance(base, np.ndarray) and base.flags.writeable) and not _is_strided_torch(
             base

@@ -105,7 +105,7 @@ def decode_chunk(
 def decode_changes(
     dtype: DType, tables: bytes, base: np.ndarray, data: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, int] | None:
-    """Positions (uint32, rising), new words (uint8, ``word_bytes`` each), digest of all new words."""
+    """Positions (uint32, rising), new words (uint8, ``word_bytes`` each), digest of the result."""
     if is_class_coded(data):
         ok, known, where, words = native_codec(dtype, tables).changes(base, data)
         if not ok:

@@ -9,8 +9,8 @@ import numpy as np
 
 from thinwire.codec.chunk import decode_changes, decode_chunk, decode_in_place
 from thinwire.codec.container import TensorRecord
-from thinwire.codec.digest import combine, tensor_digest, xxh3_64
-from thinwire.codec.dtypes import DType, dtype_named
+from thinwire.codec.digest import combine, tensor_digest
+from thinwire.codec.dtypes import dtype_named
 from thinwire.codec.reader import DeltaReader, TensorEntry
 from thinwire.codec.write import map_in_order
 from thinwire.errors import (
@@ -24,6 +24,7 @@ from thinwire.errors import (
 __all__ = ["Bases", "Changes", "Delta", "TensorEntry"]
 
 Bases = Mapping[str, np.ndarray]
+Unit = tuple[list[TensorRecord], int]  # a tensor's chunk by number, or a group and 0
 
 
 class Changes(NamedTuple):
@@ -45,44 +46,47 @@ class Delta(DeltaReader):
     def apply(
         self,
         bases: Bases,
-        out_for: Callable[[TensorEntry], np.ndarray],
+        out_for: Callable[[TensorEntry], np.ndarray | None],
         *,
         workers: int = 1,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         """Write every new tensor, verified, into the uint8 array that ``out_for`` gives for it.
 
-        The arrays may not overlap a base. After an error their content is undefined.
+        The arrays may not overlap a base. For None the tensor is only verified. After an error the
+        content of the arrays is undefined.
 
         Raises:
             BaseMismatch: A base holds other weights; names the tensor and both digests.
             TensorMismatch: A base is missing or has another size.
             FormatError: The container contradicts itself.
         """
-        outs: dict[str, np.ndarray] = {}
+        outs: dict[str, np.ndarray | None] = {}
         digests: dict[str, list[int | None]] = {}
 
-        def work(unit: tuple[list[TensorRecord], int]) -> list[tuple[str, int | None, int]]:
+        def work(unit: Unit) -> list[tuple[str, int | None, int]]:
             members, chunk = unit
-            if len(members) == 1 and members[0].group is None:
-                record = members[0]
-                span = self._span(record, chunk)
-                digest = self._decode_span(record, bases, span, chunk, outs[record.name][span])
-                return [(record.name, digest, span.stop - span.start)]
-            return self._decode_group(members, bases, outs)
+            if members[0].group is not None:
+                return self._decode_group(members, bases, outs)
+            record = members[0]
+            span = self._span(record, chunk)
+            out = outs[record.name]
+            target = np.empty(span.stop - span.start, np.uint8) if out is None else out[span]
+            digest = self._decode_span(record, bases, span, chunk, target)
+            return [(record.name, digest, span.stop - span.start)]
 
-        units = list(self._units())
+        # All bases first: a hostile shape must not cost memory where no base has it.
+        for entry in self.tensors.values():
+            self._check_base(entry, bases)
         for entry in self.tensors.values():
             if entry.kind != "removed":
                 outs[entry.name] = self._checked_out(entry, out_for(entry))
                 digests[entry.name] = []
-                self._check_base(entry, bases)
-        for results in map_in_order(work, units, workers):
+        for results in map_in_order(work, list(self._units()), workers):
             for name, digest, size in results:
                 digests[name].append(digest)
                 entry = self.tensors[name]
-                whole = -(-entry.byte_count // self._chunk_bytes(entry.dtype)) or 1
-                if entry.group is not None or len(digests[name]) == whole:
+                if len(digests[name]) == self._chunk_count(self._records[name]):
                     self._check_digests(entry, digests.pop(name), bases)
                 if on_bytes:
                     on_bytes(size)
@@ -108,10 +112,6 @@ class Delta(DeltaReader):
             if record.kind == "full":
                 continue
             span = self._span(record, chunk)
-            if record.kind == "same":
-                if span.stop == entry.byte_count:
-                    self._check_digests(entry, [None], bases)
-                continue
             if chunk == 0:
                 digests: list[int | None] = []
             base = bases[record.name][span]
@@ -120,68 +120,76 @@ class Delta(DeltaReader):
                 row, self._table(record.dtype), base, self._section(record, chunk)
             )
             digests.append(found[2] if found else None)
-            if found is None or span.stop == entry.byte_count:
+            if found is None or chunk + 1 == self._chunk_count(record):
                 self._check_digests(entry, digests, bases)
             if found is not None and found[0].size:
                 first_word = span.start // row.word_bytes
                 yield Changes(record.name, first_word, found[0], found[1])
 
-    def apply_in_place(self, name: str, base: np.ndarray) -> None:
-        """Turn the base of one "delta" or "same" tensor into the new tensor, all or nothing.
+    def apply_in_place(self, bases: Bases) -> None:
+        """Turn the bases into the new tensors, all or nothing: an error leaves them as they were.
 
-        Remembers what it overwrites (6 bytes a changed BF16 weight) until the digest was seen to
-        match.
+        Remembers what it overwrites (6 bytes a changed BF16 weight) until all digests were seen to
+        match. Readers see a mix of old and new meanwhile: keep them out.
 
         Raises:
-            BaseMismatch, FormatError: As :meth:`apply`; the base is as it was.
-            InvalidArgument: The tensor lies in a group, or is carried in full.
+            BaseMismatch, TensorMismatch, FormatError: As :meth:`apply`.
+            InvalidArgument: A tensor is carried in full or was removed: it has no place.
         """
-        entry, record = self.tensors[name], self._records[name]
-        self._check_base(entry, {name: base})
-        row = dtype_named(record.dtype)
-        if record.kind == "same":
-            self._check_digests(entry, [None], {name: base})
-            return
-        if record.kind != "delta" or (
-            record.group is not None and len(self._members[record.group]) > 1
-        ):
-            raise InvalidArgument(f"tensor {name!r} cannot be changed in place on its own")
-        undo: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        digests: list[int | None] = []
-        try:
-            for chunk in range(max(1, len(record.sizes))):
-                span = self._span(record, chunk)
-                words = base[span]
-                section = self._section(record, chunk)
-                positions, old, digest = decode_in_place(
-                    row, self._table(record.dtype), words, section
+        for entry in self.tensors.values():
+            if entry.kind in ("full", "removed"):
+                raise InvalidArgument(
+                    f"tensor {entry.name!r} is new or was removed: it cannot be changed in place",
+                    hint="Use apply",
+                    tensor=entry.name,
                 )
-                undo.append((words, positions, old))
-                digests.append(digest)
-            if None in digests or combine(d for d in digests if d is not None) != entry.new_digest:
-                raise ChecksumMismatch(f"tensor {name!r} did not decode to what its digest says")
-        except ThinwireError:
+            self._check_base(entry, bases)
+        undo: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # words, positions, old words
+        digests: dict[str, list[int | None]] = {}
+        try:
+            for unit in self._units():
+                for name, digest in self._decode_in_place(unit, bases, undo):
+                    digests.setdefault(name, []).append(digest)
+                    if len(digests[name]) < self._chunk_count(self._records[name]):
+                        continue
+                    if not self._matches(self.tensors[name], digests.pop(name)):
+                        raise self._wrong_bytes(self.tensors[name])
+        except ThinwireError as error:
             for words, positions, old in undo:
-                words.reshape(-1, row.word_bytes)[positions] = old.reshape(-1, row.word_bytes)
-            self._check_digests(entry, [None], {name: base})
+                words[positions] = old
+            self._blame_bases(error, bases)
             raise
 
     def _decode_span(
         self, record: TensorRecord, bases: Bases, span: slice, chunk: int, out: np.ndarray
     ) -> int | None:
-        if span.stop == 0:
-            return None if record.kind == "same" else xxh3_64(out)
-        row = dtype_named(record.dtype)
-        if record.kind == "same":
-            return self._copy(row, bases[record.name][span], out)
         base = None if record.kind == "full" else bases[record.name][span]
+        row = dtype_named(record.dtype)
         return decode_chunk(row, self._table(record.dtype), base, self._section(record, chunk), out)
 
-    def _copy(self, row: DType, base: np.ndarray, out: np.ndarray) -> int | None:
-        return decode_chunk(row, b"", base, np.empty(0, np.uint8), out)
+    def _decode_in_place(
+        self, unit: Unit, bases: Bases, undo: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+    ) -> list[tuple[str, int | None]]:
+        members, chunk = unit
+        record = members[0]
+        row = dtype_named(record.dtype)
+        if record.group is None:
+            base = bases[record.name][self._span(record, chunk)]
+            section = self._section(record, chunk)
+            positions, old, digest = decode_in_place(row, self._table(row.name), base, section)
+            words = base.reshape(-1, row.word_bytes)
+            undo.append((words, positions, old.reshape(-1, row.word_bytes)))
+            return [(record.name, digest)]
+        news: dict[str, np.ndarray | None] = {m.name: np.empty_like(bases[m.name]) for m in members}
+        results = self._decode_group(members, bases, news)
+        for name, new in news.items():
+            words = bases[name].reshape(-1, row.word_bytes)
+            undo.append((words, np.arange(len(words)), words.copy()))
+            bases[name][:] = new
+        return [(name, digest) for name, digest, _ in results]
 
     def _decode_group(
-        self, members: Sequence[TensorRecord], bases: Bases, outs: Mapping[str, np.ndarray]
+        self, members: Sequence[TensorRecord], bases: Bases, outs: Mapping[str, np.ndarray | None]
     ) -> list[tuple[str, int | None, int]]:
         row = dtype_named(members[0].dtype)
         base = np.concatenate([bases[record.name] for record in members])
@@ -192,25 +200,28 @@ class Delta(DeltaReader):
         start = 0
         for record in members:
             size = self.tensors[record.name].byte_count
-            outs[record.name][:] = new[start : start + size]
+            words = new[start : start + size]
             start += size
-            own = None if digest is None else tensor_digest(row.name, outs[record.name])
+            out = outs[record.name]
+            if out is not None:
+                out[:] = words
+            own = None if digest is None else tensor_digest(row.name, words)
             results.append((record.name, own, size))
         return results
 
     def _group_changes(self, members: Sequence[TensorRecord], bases: Bases) -> Iterator[Changes]:
-        outs = {record.name: np.empty_like(bases[record.name]) for record in members}
-        for name, digest, _ in self._decode_group(members, bases, outs):
+        news = {record.name: np.empty_like(bases[record.name]) for record in members}
+        for name, digest, _ in self._decode_group(members, bases, news):
             self._check_digests(self.tensors[name], [digest], bases)
         word_bytes = dtype_named(members[0].dtype).word_bytes
-        for name, new in outs.items():
+        for name, new in news.items():
             old_words, new_words = (a.reshape(-1, word_bytes) for a in (bases[name], new))
             positions = np.flatnonzero((old_words != new_words).any(axis=1)).astype("<u4")
             if positions.size:
                 yield Changes(name, 0, positions, new_words[positions].reshape(-1))
 
-    def _checked_out(self, entry: TensorEntry, out: np.ndarray) -> np.ndarray:
-        if out.dtype != np.uint8 or out.size != entry.byte_count:
+    def _checked_out(self, entry: TensorEntry, out: np.ndarray | None) -> np.ndarray | None:
+        if out is not None and (out.dtype != np.uint8 or out.size != entry.byte_count):
             raise InvalidArgument(
                 f"tensor {entry.name!r}: out has {out.size} bytes where {entry.byte_count} belong"
             )
@@ -234,38 +245,51 @@ class Delta(DeltaReader):
                 tensor=entry.name,
             )
 
+    def _matches(self, entry: TensorEntry, digests: Sequence[int | None]) -> bool:
+        """Whether the digests of all its chunks give a tensor's new digest."""
+        known = [digest for digest in digests if digest is not None]
+        if len(known) < len(digests):
+            return False
+        # A tensor of a group comes with its own digest.
+        return (known[0] if entry.group is not None else combine(known)) == entry.new_digest
+
     def _check_digests(
         self, entry: TensorEntry, digests: Sequence[int | None], bases: Bases
     ) -> None:
-        """Raise unless the digests of a tensor's chunks give its new digest.
+        if not self._matches(entry, digests):
+            self._blame_bases(self._wrong_bytes(entry), bases)
+            raise self._wrong_bytes(entry)
 
-        ``[None]`` asks for the base's own digest: after a failure it tells a wrong base from
-        wrong bytes.
-        """
-        known = [digest for digest in digests if digest is not None]
-        if len(known) == len(digests) and self._combined(entry, known) == entry.new_digest:
-            return
-        if entry.base_digest is not None:
-            actual = tensor_digest(entry.dtype, bases[entry.name])
-            if actual != entry.base_digest:
-                raise BaseMismatch(
-                    f"tensor {entry.name!r}: the base has digest {actual:016x}, the delta was made "
-                    f"from {entry.base_digest:016x}",
-                    hint="Apply the delta to the checkpoint it was made from; nothing was changed",
-                    tensor=entry.name,
-                    expected_digest=f"{entry.base_digest:016x}",
-                    actual_digest=f"{actual:016x}",
-                )
-            if entry.kind == "same" or list(digests) == [None]:
-                return
-        raise ChecksumMismatch(
+    def _wrong_bytes(self, entry: TensorEntry) -> ChecksumMismatch:
+        return ChecksumMismatch(
             f"tensor {entry.name!r} does not decode to what its digest says, yet its base is right",
             hint="Fetch the delta again",
             tensor=entry.name,
         )
 
-    def _combined(self, entry: TensorEntry, digests: Sequence[int]) -> int:
-        # Tensors of a group, and empty ones, come with their own digest.
-        if entry.group is not None:
-            return digests[0]
-        return combine(digests if entry.byte_count else ())
+    def _blame_bases(self, error: ThinwireError, bases: Bases) -> None:
+        """Raise BaseMismatch if a wrong base explains ``error``, which names its tensor.
+
+        A group is decoded from the bases of all its members, so each of them is looked at.
+        """
+        entry = self.tensors.get(error.context.get("tensor", ""))
+        if entry is None:
+            suspects = list(self.tensors)
+        elif entry.group is not None:
+            suspects = [record.name for record in self._members[entry.group]]
+        else:
+            suspects = [entry.name]
+        for name in suspects:
+            expected = self.tensors[name].base_digest
+            if expected is None or name not in bases:
+                continue
+            actual = tensor_digest(self.tensors[name].dtype, bases[name])
+            if actual != expected:
+                raise BaseMismatch(
+                    f"tensor {name!r}: the base has digest {actual:016x}, the delta was made from "
+                    f"{expected:016x}",
+                    hint="Apply the delta to the checkpoint it was made from; nothing was changed",
+                    tensor=name,
+                    expected_digest=f"{expected:016x}",
+                    actual_digest=f"{actual:016x}",
+                ) from error

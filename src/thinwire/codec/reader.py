@@ -97,10 +97,8 @@ class DeltaReader:
                 mapped = None if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise from_os_error(error, "cannot read", path) from error
-        if mapped is None:
-            return cls(memoryview(b""), str(path))
         try:
-            delta = cls(memoryview(mapped), str(path))
+            delta = cls(memoryview(b"" if mapped is None else mapped), str(path))
         except ThinwireError as error:
             error.context.setdefault("path", str(path))
             error.args = (f"{path}: {error.message}",)
@@ -210,12 +208,17 @@ class DeltaReader:
     def _units(self) -> Iterator[tuple[list[TensorRecord], int]]:
         for record in self._index.tensors:
             if record.group is None and record.kind != "removed":
-                chunk_bytes = self._chunk_bytes(record.dtype)
-                for chunk in range(-(-byte_count(record.dtype, record.shape) // chunk_bytes) or 1):
+                for chunk in range(self._chunk_count(record)):
                     yield [record], chunk
         for members in self._members:
             if members:
                 yield members, 0
+
+    def _chunk_count(self, record: TensorRecord) -> int:
+        """Of a tensor that stands alone; 0 for an empty one, and 1 for a member of a group."""
+        if record.group is not None:
+            return 1
+        return -(-byte_count(record.dtype, record.shape) // self._chunk_bytes(record.dtype))
 
     def _chunk_bytes(self, dtype: str) -> int:
         return CHUNK_WORDS * dtype_named(dtype).word_bytes

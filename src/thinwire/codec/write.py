@@ -129,7 +129,7 @@ def write_delta(
         InvalidArgument: Two tensors of one name, arrays that do not fit dtype and shape, or a
             setting out of range. Nothing was written.
     """
-    spec = _checked_spec(spec or Spec(), workers)
+    spec = _checked_spec(spec or Spec())
     pairs = list(pairs)
     _check_pairs(pairs)
     records = [TensorRecord(p.name, p.dtype, list(p.shape), kind=_kind(p)) for p in pairs]
@@ -234,6 +234,8 @@ def _sample_chunks(pairs: Sequence[Pair], chunk_bytes: int) -> list[tuple[np.nda
 
 def map_in_order(function: Callable[[_T], _R], items: Sequence[_T], workers: int) -> Iterator[_R]:
     """Like ``map`` on ``workers`` threads with a bounded number of results waiting."""
+    if workers < 1:
+        raise InvalidArgument(f"workers is {workers}", hint="Choose 1 or more")
     if workers == 1:
         yield from map(function, items)
         return
@@ -251,7 +253,7 @@ def map_in_order(function: Callable[[_T], _R], items: Sequence[_T], workers: int
                 future.cancel()
 
 
-def _checked_spec(spec: Spec, workers: int) -> Spec:
+def _checked_spec(spec: Spec) -> Spec:
     if not 1 <= spec.zstd_level <= 19:
         raise InvalidArgument(f"zstd_level is {spec.zstd_level}", hint="Choose 1 to 19")
     if spec.instructions not in ("", *_native.instruction_sets()):
@@ -259,8 +261,6 @@ def _checked_spec(spec: Spec, workers: int) -> Spec:
             f"instructions {spec.instructions!r} do not run here",
             hint=f"Choose one of {', '.join(_native.instruction_sets())}",
         )
-    if workers < 1:
-        raise InvalidArgument(f"workers is {workers}", hint="Choose 1 or more")
     return spec
 
 

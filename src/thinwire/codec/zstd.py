@@ -11,6 +11,9 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd as _zstd
 
+# No frame up to level 19 has a larger window; a reader would take all of it before the first byte.
+WINDOW_LOG_MAX = 23
+
 
 def compress(data: bytes | memoryview, level: int) -> bytes:
     """One zstd frame of ``data``."""
@@ -23,7 +26,9 @@ def decompress(data: bytes | memoryview, byte_count: int, what: str) -> bytes:
     Raises:
         Corrupt: The frame is malformed, is followed by other bytes, or holds another byte count.
     """
-    decompressor = _zstd.ZstdDecompressor()
+    decompressor = _zstd.ZstdDecompressor(
+        options={_zstd.DecompressionParameter.window_log_max: WINDOW_LOG_MAX}
+    )
     try:
         plain = bytes(decompressor.decompress(bytes(data), max_length=byte_count + 1))
         # An exact frame may still owe its end mark when max_length stopped it.

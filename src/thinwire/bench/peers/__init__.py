@@ -6,13 +6,14 @@ also where the real system compares floats and so loses -0.0: a row that loses b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from thinwire.bench.peer import CheckpointPeer, MissingExtraError, PerTensor
 from thinwire.bench.peers.arc import Arc
 from thinwire.bench.peers.pulse import Pulse
 from thinwire.bench.peers.trl import trl_gap_delta, trl_raw
 from thinwire.bench.peers.xor_zstd import XorZstd
+from thinwire.errors import InvalidArgument
 
 _MAKERS: dict[str, Callable[[], CheckpointPeer]] = {
     "arc_v1": lambda: PerTensor(Arc("arc_v1")),
@@ -31,18 +32,24 @@ PEER_NAMES = tuple(_MAKERS)
 def make_peer(name: str) -> CheckpointPeer:
     """One row by its name.
 
-    Raises ValueError for an unknown name, MissingExtraError where its package is not installed.
+    Raises InvalidArgument for an unknown name, MissingExtraError where its package is not
+    installed.
     """
     if name not in _MAKERS:
-        raise ValueError(f"no peer {name!r}; there are {', '.join(PEER_NAMES)}")
+        raise InvalidArgument(f"no peer {name!r}; there are {', '.join(PEER_NAMES)}")
     return _MAKERS[name]()
 
 
-def available_peers() -> tuple[list[CheckpointPeer], dict[str, str]]:
-    """All rows that this installation can make, and for the others the reason why not."""
+def available_peers(
+    names: Sequence[str] = PEER_NAMES,
+) -> tuple[list[CheckpointPeer], dict[str, str]]:
+    """The rows of these names that this installation can make, for the others the reason why not.
+
+    Raises InvalidArgument for an unknown name.
+    """
     peers: list[CheckpointPeer] = []
     skipped: dict[str, str] = {}
-    for name in PEER_NAMES:
+    for name in names:
         try:
             peers.append(make_peer(name))
         except MissingExtraError as error:

@@ -1,0 +1,145 @@
+"""bench: which checkpoints and rows it takes, and what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from thinwire.bench import find_runs, make_our_row, steady_steps
+from thinwire.bench.measure import check_round_trip
+
+from .conftest import Run, random_tensor, read_json, stepped, write_checkpoint
+
+QUICK = ["--repetitions", 1]
+
+
+def test_checkpoints(corpus: Path, run: Run) -> None:
+    steps = [corpus / "long" / f"{step:04d}" for step in (3, 4, 5)]
+    result = run("bench", *steps, "--rows", "thinwire,pulse", *QUICK)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    names = [line.split("  ")[0] for line in result.stdout.splitlines()]
+    assert names[:5] == ["row", "class-conditional bound", "thinwire", "pulse", "memcpy"]
+    assert "Mean over 2 steps" in result.stdout
+    assert "sections / bound" in result.stdout
+    assert "decode_into / memcpy" in result.stdout
+
+
+def test_json_alone_on_stdout(corpus: Path, run: Run) -> None:
+    arguments = ["--corpus", corpus, "--rows", "thinwire", "--json", "-"]
+    runs = read_json(run("bench", *arguments, *QUICK))["runs"]
+    assert [report["run"] for report in runs] == ["long", "short"]
+    assert [report["step_count"] for report in runs] == [3, 1]
+    assert runs[0]["checkpoints"][0].endswith("0008")
+    row = runs[0]["rows"][1]
+    assert row["name"] == "thinwire"
+    assert row["file_percent"] == row["payload_percent"] > row["section_percent"] > 0
+    assert row["decode_into"]["cpu_mb_s"] > 0
+    shares = runs[0]["shares"][0]
+    bound_percent = runs[0]["rows"][0]["payload_percent"]
+    assert shares["section_of_bound"] == pytest.approx(row["section_percent"] / bound_percent)
+    assert shares["encode_of_reference"] is None
+
+
+def test_files(corpus: Path, tmp_path: Path, run: Run) -> None:
+    json_path, plot_path = tmp_path / "b.json", tmp_path / "b.svg"
+    arguments = ["--corpus", corpus, "--json", json_path, "--plot", plot_path, "--markdown"]
+    result = run("bench", *arguments, "--rows", "thinwire,trl_raw", *QUICK)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("### long\n\n| row | payload % of raw |")
+    assert "\n### short\n" in result.stdout
+    assert len(json.loads(json_path.read_text())["runs"]) == 2
+    texts = [element.text for element in ElementTree.parse(plot_path).iter()]
+    assert [text for text in texts if text and text.startswith("Delta size")] == [
+        "Delta size, % of the raw checkpoint, long",
+        "Delta size, % of the raw checkpoint, short",
+    ]
+
+
+def test_a_missing_package_is_said(corpus: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fireworks_delta_compression", None)
+    arguments = ["--corpus", corpus, "--rows", "thinwire,arc_v3"]
+    result = run("bench", *arguments, *QUICK)
+    assert result.exit_code == 0
+    assert "No row arc_v3: row arc_v3 needs the package fireworks-delta" in result.stdout
+    skipped = read_json(run("bench", *arguments, *QUICK, "--json", "-"))["runs"][0]["skipped"]
+    assert list(skipped) == ["arc_v3"]
+
+
+def test_a_missing_package_for_the_plot(
+    corpus: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    result = run("bench", "--corpus", corpus, "--plot", tmp_path / "b.png", *QUICK)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Pillow" in result.stderr
+
+
+def test_the_default_corpus(
+    corpus: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("bench")
+    assert result.exit_code == 2
+    command = "python benchmarks/corpus/make_corpus.py --out .bench/corpus"
+    assert command in result.stderr
+    (tmp_path / ".bench").mkdir()
+    corpus.rename(tmp_path / ".bench" / "corpus")
+    assert run("bench", "--rows", "thinwire", *QUICK).exit_code == 0
+
+
+def test_refused_before_any_work(corpus: Path, tmp_path: Path, run: Run) -> None:
+    steps = [corpus / "long" / "0000", corpus / "long" / "0001"]
+    other = write_checkpoint(tmp_path / "other", {"x": random_tensor("U8", (4,), 1)})
+    cases: list[tuple[list[object], int, str]] = [
+        ([steps[0]], 2, "two or more"),
+        ([*steps, "--corpus", corpus], 2, "not both"),
+        ([*steps, "--rows", "zip"], 2, "'zip'"),
+        ([*steps, "--plot", tmp_path / "b.jpg"], 2, ".svg or .png"),
+        ([*steps, "--json", tmp_path / "none" / "b.json"], 5, "does not exist"),
+        ([steps[0], tmp_path / "none"], 5, "none"),
+        ([steps[0], other], 2, "on one side only"),
+        (["--corpus", tmp_path / "none"], 5, "not a folder"),
+        (["--corpus", corpus / "long"], 2, "no run"),
+    ]
+    for arguments, exit_code, words in cases:
+        result = run("bench", *arguments)
+        assert result.exit_code == exit_code, arguments
+        assert words in result.stderr
+        assert result.stdout == ""
+
+
+def test_an_error_as_json(run: Run, tmp_path: Path) -> None:
+    result = run("bench", "--corpus", tmp_path / "none", "--json", "-")
+    assert read_json(result)["error"]["code"] == "not-found"
+
+
+def test_the_row_of_this_library_on_corners() -> None:
+    base = {
+        "empty": random_tensor("BF16", (0, 4), 1),
+        "scalar": random_tensor("BF16", (), 2),
+        "bytes": random_tensor("U8", (70_001,), 3),
+        "large": random_tensor("BF16", (300, 300), 4),
+        "wide": random_tensor("F32", (9,), 5),
+    }
+    new = {name: stepped(tensor, 1, 0.3) for name, tensor in base.items()}
+    row = make_our_row()
+    payload = row.encode(base, new)
+    check_round_trip("decode", new, row.decode(base, payload))
+    scratch = {name: tensor._replace(words=tensor.words.copy()) for name, tensor in base.items()}
+    row.decode_into(scratch, payload)
+    check_round_trip("decode_into", new, scratch)
+    assert 0 < row.section_bytes(payload) < len(payload)
+
+
+def test_runs_and_their_steady_steps(corpus: Path) -> None:
+    runs = find_runs(corpus)
+    assert list(runs) == ["long", "short"]
+    assert [step.name for step in steady_steps(runs["long"])] == ["0008", "0009", "0010", "0011"]
+    assert len(steady_steps(runs["long"][:10])) == 10
+    assert len(steady_steps(runs["short"])) == 2
