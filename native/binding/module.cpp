@@ -86,7 +86,8 @@ struct Codec {
     if (!kernels) throw nb::value_error("this processor does not run that instruction set");
   }
 
-  size_t words(size_t bytes) const {
+  size_t words(const uint8_t* data, size_t bytes) const {
+    if (reinterpret_cast<uintptr_t>(data) % layout.word_bytes) throw nb::value_error("the buffer is not aligned");
     if (bytes % layout.word_bytes) throw nb::value_error("the buffer is not a whole number of words");
     const size_t count = bytes / layout.word_bytes;
     if (count > thinwire::kMaxChunkElements) throw nb::value_error("a chunk holds at most 2**20 words");
@@ -96,8 +97,9 @@ struct Codec {
   // (data or None where it did not fit, changed_count, base_digest, new_digest, steps down, steps up)
   nb::tuple encode(const Bytes& base, const Bytes& changed, size_t capacity) const {
     if (base.size() != changed.size()) throw nb::value_error("base and new differ in size");
+    words(changed.data(), changed.size());
     if (tables.empty()) throw nb::value_error("encoding needs a table");
-    const size_t count = words(base.size());
+    const size_t count = words(base.data(), base.size());
     if (capacity > base.size() + 64) capacity = base.size() + 64;
     auto* const positions = scratch.positions.take<uint32_t>(count + 1);
     auto* const words = scratch.words.take<uint8_t>(2 * base.size() + 8);
@@ -120,7 +122,7 @@ struct Codec {
 
   thinwire::DecodeResult run(const Bytes& base, void* out, const Bytes& data, uint32_t* positions, void* kept,
                              bool keep_old) const {
-    const size_t count = words(base.size());
+    const size_t count = words(base.data(), base.size());
     void* const work = scratch.out.take<uint8_t>(thinwire::decode_scratch_bytes());
     nb::gil_scoped_release release;
     return kernels->decode({base.data(), out, count, tables.data(), tables.size(), data.data(), data.size(), positions,
@@ -131,6 +133,7 @@ struct Codec {
   // (new_digest, changed_count), or None where no encoder could have written the data.
   nb::object decode(const Bytes& base, const MutableBytes& out, const Bytes& data) const {
     if (base.size() != out.size()) throw nb::value_error("base and out differ in size");
+    words(out.data(), out.size());
     const auto result = run(base, out.data(), data, nullptr, nullptr, false);
     if (result.status != thinwire::Status::ok) return nb::none();
     return nb::make_tuple(result.new_digest, result.changed_count);
@@ -138,7 +141,7 @@ struct Codec {
 
   // (ok, new_digest, positions u4 little-endian, words): of the new words, or, in place, of the words overwritten.
   nb::tuple changes(const Bytes& base, const Bytes& data, bool in_place) const {
-    const size_t count = words(base.size());
+    const size_t count = words(base.data(), base.size());
     auto* const positions = scratch.positions.take<uint32_t>(count + 1);
     auto* const kept = scratch.words.take<uint8_t>(base.size() + 8);
     void* out = in_place ? const_cast<uint8_t*>(base.data()) : nullptr;
@@ -176,7 +179,8 @@ NB_MODULE(_native, m) {
               throw nb::value_error("base and new differ in size, or the stride is 0");
             if (counts.shape(1) != size_t{codec.layout.field_mask} + 1)
               throw nb::value_error("counts do not fit the class field");
-            const size_t count = codec.words(base.size());
+            codec.words(changed.data(), changed.size());
+            const size_t count = codec.words(base.data(), base.size());
             nb::gil_scoped_release release;
             thinwire::sample(base.data(), changed.data(), count, codec.layout, first, stride, counts.data());
           },

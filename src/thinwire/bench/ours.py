@@ -14,6 +14,7 @@ from thinwire.bench.peer import InPlaceFile
 from thinwire.bench.report import OUR_ROW
 from thinwire.bench.tensors import Checkpoint, Tensor
 from thinwire.checkpoint import Checkpoint as StoredCheckpoint
+from thinwire.codec.api import decode_tensors
 from thinwire.codec.delta import Delta
 from thinwire.codec.write import Pair, write_delta
 
@@ -58,10 +59,7 @@ def encode(base: Checkpoint, new: Checkpoint) -> bytes:
 
 def decode(base: Checkpoint, payload: bytes) -> Checkpoint:
     """The new checkpoint, all of it in new memory."""
-    bases = {name: _as_bytes(tensor) for name, tensor in base.items()}
-    outs = {name: np.empty(data.size, np.uint8) for name, data in bases.items()}
-    with Delta.open(payload) as delta:
-        delta.apply(bases, lambda entry: outs[entry.name])
+    outs = decode_tensors({name: _as_bytes(tensor) for name, tensor in base.items()}, payload)
     return {
         name: tensor._replace(words=outs[name].view(tensor.words.dtype))
         for name, tensor in base.items()

@@ -67,6 +67,7 @@ def encode_chunk(
     dtype: DType, tables: bytes, base: np.ndarray, new: np.ndarray, spec: Spec
 ) -> EncodedChunk:
     """Code ``new`` given ``base``: equally long uint8 arrays of at most 2**20 words."""
+    base, new = aligned(dtype, base), aligned(dtype, new)
     codec = native_codec(dtype, tables, spec.instructions)
     data, changed, base_digest, new_digest, down, up = codec.encode(base, new, new.size)
     if data is None or len(data) > new.size * _CLASS_WINS_BELOW:
@@ -96,7 +97,10 @@ def decode_chunk(
     if is_class_coded(data):
         if base is None:
             raise Corrupt("a tensor carried in full holds a chunk that needs a base")
-        decoded = native_codec(dtype, tables).decode(base, out, data)
+        target = aligned(dtype, out)
+        decoded = native_codec(dtype, tables).decode(aligned(dtype, base), target, data)
+        if target is not out:
+            out[:] = target
         return None if decoded is None else int(decoded[0])
     out[:] = _decode_general(dtype, base, data, out.size)
     return xxh3_64(out)
@@ -107,7 +111,7 @@ def decode_changes(
 ) -> tuple[np.ndarray, np.ndarray, int] | None:
     """Positions (uint32, rising), new words (uint8, ``word_bytes`` each), digest of the result."""
     if is_class_coded(data):
-        ok, known, where, words = native_codec(dtype, tables).changes(base, data)
+        ok, known, where, words = native_codec(dtype, tables).changes(aligned(dtype, base), data)
         if not ok:
             return None
         return np.frombuffer(where, "<u4"), np.frombuffer(words, np.uint8), int(known)
@@ -125,18 +129,26 @@ def decode_in_place(
 
     The digest is None where no encoder wrote this; what was overwritten until then is in the list.
     """
-    if is_class_coded(data):
+    if is_class_coded(data) and aligned(dtype, base) is base:
         ok, known, where, words = native_codec(dtype, tables).decode_in_place(base, data)
         undo = np.frombuffer(where, "<u4"), np.frombuffer(words, np.uint8)
         return (*undo, int(known) if ok else None)
     found = decode_changes(dtype, tables, base, data)
     if found is None:
-        raise Corrupt("a chunk cannot be decoded")
+        return np.empty(0, "<u4"), np.empty(0, np.uint8), None
     positions, new_words, digest = found
     base_words = base.reshape(-1, dtype.word_bytes)
     old_words = base_words[positions].reshape(-1)
     base_words[positions] = new_words.reshape(-1, dtype.word_bytes)
     return positions, old_words, digest
+
+
+def aligned(dtype: DType, words: np.ndarray) -> np.ndarray:
+    """The same array, or a copy where its words do not lie at multiples of their size.
+
+    The kernels read words, and a tensor in a file may begin at any byte.
+    """
+    return words.copy() if words.ctypes.data % dtype.word_bytes else words
 
 
 def is_class_coded(data: np.ndarray) -> bool:

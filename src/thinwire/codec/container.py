@@ -38,6 +38,8 @@ INDEX_LEVEL = 9
 MAX_INDEX_BYTES = 1 << 28
 # JSON of regular names packs well, but a bomb packs better.
 MAX_INDEX_RATIO = 300
+# A zstd block of at most 2**17 bytes takes at least 4: no section can hold more than this.
+MAX_SECTION_RATIO = 1 << 15
 MAX_TENSORS = 1 << 20
 MAX_NAME_BYTES = 1 << 10
 MAX_GROUP_WORDS = CHUNK_WORDS
@@ -272,6 +274,9 @@ def _check_tensor(tensor: TensorRecord, group_count: int) -> None:
         raise Corrupt(f"{where} has {words} words in {len(tensor.sizes)} sections")
     if tensor.kind == "full" and 0 in tensor.sizes:
         raise Corrupt(f"{where} is carried in full with an empty section")
+    size = byte_count(tensor.dtype, tensor.shape)
+    if tensor.kind == "full" and size > sum(tensor.sizes) * MAX_SECTION_RATIO:
+        raise LimitExceeded(f"{where} would unpack to {size} bytes from {sum(tensor.sizes)}")
 
 
 def _check_tables(index: Index) -> None:

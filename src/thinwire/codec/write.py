@@ -16,6 +16,7 @@ from thinwire.codec.chunk import (
     TABLE_BYTES,
     EncodedChunk,
     Spec,
+    aligned,
     encode_chunk,
     encode_full_chunk,
     native_codec,
@@ -213,7 +214,8 @@ def fit_tables(dtype: str, pairs: Sequence[Pair]) -> list[bytes]:
     runs_before = 0
     for number, (base, new) in enumerate(chunks):
         source = number * source_count // len(chunks)
-        codec.sample(base, new, -runs_before % stride, stride, counts[source])
+        first = -runs_before % stride
+        codec.sample(aligned(row, base), aligned(row, new), first, stride, counts[source])
         runs_before += -(-base.size // (_RUN_WORDS * row.word_bytes))
     packed = bytes(_native.fit(counts, total_words))
     return [packed[at : at + TABLE_BYTES] for at in range(0, len(packed), TABLE_BYTES)]
