@@ -155,6 +155,8 @@ struct Codec {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // Codecs stay in a Python cache until the interpreter ends, which nanobind would report as leaks.
+  nb::set_leak_warnings(false);
   m.doc() = "thinwire's kernels. Use thinwire.codec, which checks more and explains errors.";
   nb::class_<Codec>(m, "Codec", "Codes chunks of one dtype with a set of tables.")
       .def(nb::init<int, int, int, bool, const Bytes&, const std::string&>(), "word_bytes"_a, "field_shift"_a,

@@ -29,6 +29,17 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  thinwire::fuzz::Case input = thinwire::fuzz::unpack(data, size);
+  if (const char* finding = thinwire::fuzz::check(input)) {
+    std::fprintf(stderr, "FINDING: %s\n", finding);
+    std::abort();
+  }
+  return 0;
+}
+
+#ifndef THINWIRE_LIBFUZZER
+
 namespace {
 
 using namespace thinwire::fuzz;
@@ -80,21 +91,6 @@ void watch() {
   for (const int number : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT}) signal(number, on_signal);
 #endif
 }
-
-}  // namespace
-
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  Case input = unpack(data, size);
-  if (const char* finding = check(input)) {
-    std::fprintf(stderr, "FINDING: %s\n", finding);
-    std::abort();
-  }
-  return 0;
-}
-
-#ifndef THINWIRE_LIBFUZZER
-
-namespace {
 
 struct Options {
   double seconds = 0;

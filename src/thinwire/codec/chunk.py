@@ -168,8 +168,10 @@ def is_class_coded(data: np.ndarray) -> bool:
 
 
 def method_name(first_byte: int) -> str:
-    """The name of a chunk's method: "class", "planes" or "raw"."""
-    return {PLANES: "planes", RAW: "raw"}.get(first_byte, "class")
+    """The name of a chunk's method: "class", "planes", "raw", or "unknown"."""
+    if first_byte < MAX_TABLES:
+        return "class"
+    return {PLANES: "planes", RAW: "raw"}.get(first_byte, "unknown")
 
 
 def _general(dtype: DType, base: np.ndarray | None, new: np.ndarray, spec: Spec) -> list[bytes]:
