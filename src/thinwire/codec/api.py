@@ -194,8 +194,6 @@ def decode_tensors(
 ) -> dict[str, np.ndarray]:
     """The new bits by tensor name, uint8, verified; tensors that were removed are absent.
 
-    The arrays are parts of one block of memory, which lives as long as any of them.
-
     Raises:
         BaseMismatch, TensorMismatch, FormatError: As :func:`decode`.
     """
@@ -205,23 +203,10 @@ def decode_tensors(
 
         def out_for(entry: TensorEntry) -> np.ndarray:
             # Asked for only after all bases were seen to fit: a hostile shape costs nothing.
-            if not outs:
-                outs.update(_one_block(delta))
-            return outs[entry.name]
+            return outs.setdefault(entry.name, np.empty(entry.byte_count, np.uint8))
 
         delta.apply(bases, out_for, workers=workers)
     return outs
-
-
-def _one_block(delta: Delta) -> dict[str, np.ndarray]:
-    """Room for every new tensor; the system hands out huge pages for it, not for many arrays."""
-    entries = [entry for entry in delta.tensors.values() if entry.kind != "removed"]
-    starts = np.cumsum([0, *(-(-entry.byte_count // 64) * 64 for entry in entries)])
-    block = np.empty(int(starts[-1]), np.uint8)
-    return {
-        entry.name: block[start : start + entry.byte_count]
-        for entry, start in zip(entries, starts, strict=False)
-    }
 
 
 def pair_up(base: Mapping[str, Bits], new: Mapping[str, Bits]) -> list[Pair]:

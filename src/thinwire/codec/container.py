@@ -33,7 +33,7 @@ MAGIC = b"\x89TWD\r\n\x1a\n"
 VERSION = 1
 HEADER = struct.Struct("<8sHHIIIQQ")
 TRAILER = struct.Struct("<Q")
-INDEX_LEVEL = 9
+INDEX_LEVEL = 6
 
 MAX_INDEX_BYTES = 1 << 28
 # JSON of regular names packs well, but a bomb packs better.

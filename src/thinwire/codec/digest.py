@@ -36,6 +36,9 @@ def combine(chunk_digests: Iterable[int]) -> int:
     return xxh3_64(np.fromiter(chunk_digests, np.dtype("<u8")))
 
 
+EMPTY_DIGEST = combine(())
+
+
 def tensor_digest(dtype: str, data: np.ndarray) -> int:
     """The digest of a whole tensor: of the digests of its runs of 2**20 words."""
     chunk_bytes = CHUNK_WORDS * dtype_named(dtype).word_bytes

@@ -25,10 +25,16 @@ from thinwire.codec.container import (
     parse_head,
     section_starts,
 )
-from thinwire.codec.digest import CHUNK_WORDS, file_digest, xxh3_64
+from thinwire.codec.digest import CHUNK_WORDS, EMPTY_DIGEST, file_digest, xxh3_64
 from thinwire.codec.dtypes import byte_count, dtype_named
 from thinwire.codec.write import Attachment
-from thinwire.errors import ChecksumMismatch, InvalidArgument, ThinwireError, from_os_error
+from thinwire.errors import (
+    ChecksumMismatch,
+    Corrupt,
+    InvalidArgument,
+    ThinwireError,
+    from_os_error,
+)
 
 
 class TensorEntry(NamedTuple):
@@ -170,13 +176,16 @@ class DeltaReader:
         for record in head.index.tensors:
             digests = head.digests[at : at + digests_of(record.kind)]
             at += len(digests)
+            size = byte_count(record.dtype, record.shape)
+            # Without a chunk nothing else would look at them.
+            if size == 0 and any(digest != EMPTY_DIGEST for digest in digests):
+                raise Corrupt(f"tensor {record.name!r} is empty, but its digest is of something")
             self._first_section[record.name] = section
             own = self._sections[section : section + len(record.sizes)]
             section += len(record.sizes)
             if record.group is not None:
-                size = head.index.groups[record.group].size
                 group_section = self._sections[self._group_section(record.group)]
-                methods = {method_name(int(group_section[0]))} if size else set()
+                methods = {method_name(int(group_section[0]))} if group_section.size else set()
             else:
                 methods = {method_name(int(data[0])) for data in own if data.size}
             self.tensors[record.name] = TensorEntry(
@@ -185,7 +194,7 @@ class DeltaReader:
                 shape=tuple(record.shape),
                 kind=record.kind,
                 changed_count=record.changed,
-                byte_count=byte_count(record.dtype, record.shape),
+                byte_count=size,
                 payload_bytes=sum(record.sizes),
                 methods=tuple(sorted(methods)),
                 group=record.group,
