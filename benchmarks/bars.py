@@ -3,8 +3,8 @@
     python benchmarks/bars.py CORPUS [--json FILE] [--only PART,PART]
 
 Parts: sizes, speed, threads, large, memory. CORPUS holds the three MiniLM runs (find_corpus.py).
-Every payload is decoded and compared before its number counts. Speeds are medians over interleaved
-repetitions: wall time against memcpy, CPU seconds against arc_v3 (the real package), in one process.
+Every payload is decoded and compared before its number counts. Speeds are medians of interleaved
+repetitions: wall time against memcpy, CPU seconds against arc_v3 (the real package).
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def large(corpus: Path) -> Iterator[Bar]:
         sections = sum(e.payload_bytes for e in delta.tensors.values()) + sum(delta.group_bytes)
         share = 1 - sections / delta.file_bytes
     yield at_most(
-        f"{len(pairs) * width / 1e9:.2f} G weights, {len(pairs)} tensors: index and digests, % of file",
+        f"{len(pairs) * width / 1e9:.2f} G weights, {len(pairs)} tensors: index, digests, %",
         100 * share,
         1.0,
     )

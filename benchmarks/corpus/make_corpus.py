@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import bf16_weights, changed_share, write_checkpoint
+from bf16_checkpoint import bf16_weights, changed_share, write_checkpoint
 from grpo import GRPOTrainer, OptimizerSettings, Policy
 from policy_decoder import ALPHABET, DecoderPolicy
 from tasks import Products, SortLetters, Task

@@ -58,7 +58,7 @@ def test_module_and_version() -> None:
 
 
 def test_importing_the_command_is_light() -> None:
-    heavy = "{'torch', 'safetensors', 'rich.progress', 'thinwire.bench', 'thinwire.checkpoint'}"
+    heavy = "{'torch', 'safetensors', 'rich.progress', 'thinwire.bench'}"
     done = run_process("-c", f"import sys, thinwire.cli; print({heavy} & sys.modules.keys())")
     assert done.stdout == "set()\n"
 

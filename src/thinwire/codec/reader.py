@@ -178,7 +178,8 @@ class DeltaReader:
             at += len(digests)
             size = byte_count(record.dtype, record.shape)
             # Without a chunk nothing else would look at them.
-            if size == 0 and any(digest != EMPTY_DIGEST for digest in digests):
+            has_chunk = size > 0 or record.group is not None
+            if not has_chunk and any(digest != EMPTY_DIGEST for digest in digests):
                 raise Corrupt(f"tensor {record.name!r} is empty, but its digest is of something")
             self._first_section[record.name] = section
             own = self._sections[section : section + len(record.sizes)]
