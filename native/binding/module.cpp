@@ -3,13 +3,16 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <bit>
 #include <cstring>
 #include <memory>
 #include <new>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../core/chunk.hpp"
@@ -120,39 +123,73 @@ struct Codec {
     return nb::make_tuple(data, result.changed_count, result.base_digest, result.new_digest, down, up);
   }
 
-  thinwire::DecodeResult run(const Bytes& base, void* out, const Bytes& data, uint32_t* positions, void* kept,
-                             bool keep_old) const {
+  thinwire::DecodeResult run(const Bytes& base, void* out, const Bytes& data, uint32_t* positions, void* kept) const {
     const size_t count = words(base.data(), base.size());
     void* const work = scratch.out.take<uint8_t>(thinwire::decode_scratch_bytes());
     nb::gil_scoped_release release;
-    return kernels->decode({base.data(), out, count, tables.data(), tables.size(), data.data(), data.size(), positions,
-                            kept, keep_old, work},
-                           layout);
+    return kernels->decode(
+        {base.data(), out, count, tables.data(), tables.size(), data.data(), data.size(), positions, kept, work},
+        layout);
   }
 
   // (new_digest, changed_count), or None where no encoder could have written the data.
   nb::object decode(const Bytes& base, const MutableBytes& out, const Bytes& data) const {
     if (base.size() != out.size()) throw nb::value_error("base and out differ in size");
     words(out.data(), out.size());
-    const auto result = run(base, out.data(), data, nullptr, nullptr, false);
+    const auto result = run(base, out.data(), data, nullptr, nullptr);
     if (result.status != thinwire::Status::ok) return nb::none();
     return nb::make_tuple(result.new_digest, result.changed_count);
   }
 
-  // (ok, new_digest, positions u4 little-endian, words): of the new words, or, in place, of the words overwritten.
-  nb::tuple changes(const Bytes& base, const Bytes& data, bool in_place) const {
+  // (ok, new_digest, positions u4 little-endian, new words)
+  nb::tuple changes(const Bytes& base, const Bytes& data) const {
     const size_t count = words(base.data(), base.size());
     auto* const positions = scratch.positions.take<uint32_t>(count + 1);
     auto* const kept = scratch.words.take<uint8_t>(base.size() + 8);
-    void* out = in_place ? const_cast<uint8_t*>(base.data()) : nullptr;
-    const auto result = run(base, out, data, positions, kept, in_place);
+    const auto result = run(base, nullptr, data, positions, kept);
     return nb::make_tuple(result.status == thinwire::Status::ok, result.new_digest,
-                          nb::bytes(reinterpret_cast<const char*>(positions), result.changed_count * 4),
-                          nb::bytes(reinterpret_cast<const char*>(kept), result.changed_count * layout.word_bytes));
+                          nb::bytearray(reinterpret_cast<const char*>(positions), result.changed_count * 4),
+                          nb::bytearray(reinterpret_cast<const char*>(kept), result.changed_count * layout.word_bytes));
   }
 };
 
+using Positions = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <class W>
+void swap_at(uint8_t* base, const uint32_t* positions, uint8_t* words, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    W old, changed;
+    std::memcpy(&old, base + sizeof(W) * positions[i], sizeof(W));
+    std::memcpy(&changed, words + sizeof(W) * i, sizeof(W));
+    std::memcpy(base + sizeof(W) * positions[i], &changed, sizeof(W));
+    std::memcpy(words + sizeof(W) * i, &old, sizeof(W));
+  }
+}
+
+// Everything is checked before the first word is written, and no signal handler of Python runs in between.
+void swap_words(const std::vector<std::tuple<MutableBytes, Positions, MutableBytes, size_t>>& items) {
+  for (const auto& [base, positions, words, word_bytes] : items) {
+    if (word_bytes != 1 && word_bytes != 2 && word_bytes != 4 && word_bytes != 8)
+      throw nb::value_error("word_bytes must be 1, 2, 4 or 8");
+    if (words.size() != positions.size() * word_bytes) throw nb::value_error("as many words as positions are needed");
+    for (size_t i = 0; i < positions.size(); ++i) {
+      if (positions.data()[i] >= base.size() / word_bytes) throw nb::value_error("a position lies outside the base");
+    }
+  }
+  nb::gil_scoped_release release;
+  for (const auto& [base, positions, words, word_bytes] : items) {
+    switch (word_bytes) {
+      case 1: swap_at<uint8_t>(base.data(), positions.data(), words.data(), positions.size()); break;
+      case 2: swap_at<uint16_t>(base.data(), positions.data(), words.data(), positions.size()); break;
+      case 4: swap_at<uint32_t>(base.data(), positions.data(), words.data(), positions.size()); break;
+      default: swap_at<uint64_t>(base.data(), positions.data(), words.data(), positions.size());
+    }
+  }
+}
+
 }  // namespace
+
+static_assert(std::endian::native == std::endian::little, "words and digests are little-endian");
 
 NB_MODULE(_native, m) {
   // Codecs stay in a Python cache until the interpreter ends, which nanobind would report as leaks.
@@ -161,18 +198,9 @@ NB_MODULE(_native, m) {
   nb::class_<Codec>(m, "Codec", "Codes chunks of one dtype with a set of tables.")
       .def(nb::init<int, int, int, bool, const Bytes&, const std::string&>(), "word_bytes"_a, "field_shift"_a,
            "field_mask"_a, "ordered"_a, "tables"_a, "instructions"_a = "")
-      .def("encode", &Codec::encode, "base"_a, "new"_a, "capacity"_a)
-      .def("decode", &Codec::decode, "base"_a, "out"_a, "data"_a)
-      .def(
-          "changes",
-          [](const Codec& codec, const Bytes& base, const Bytes& data) { return codec.changes(base, data, false); },
-          "base"_a, "data"_a)
-      .def(
-          "decode_in_place",
-          [](const Codec& codec, const MutableBytes& base, const Bytes& data) {
-            return codec.changes(Bytes(base), data, true);
-          },
-          "base"_a, "data"_a)
+      .def("encode", &Codec::encode, "base"_a.noconvert(), "new"_a.noconvert(), "capacity"_a)
+      .def("decode", &Codec::decode, "base"_a.noconvert(), "out"_a.noconvert(), "data"_a.noconvert())
+      .def("changes", &Codec::changes, "base"_a.noconvert(), "data"_a.noconvert())
       .def(
           "sample",
           [](const Codec& codec, const Bytes& base, const Bytes& changed, size_t first, size_t stride,
@@ -186,7 +214,7 @@ NB_MODULE(_native, m) {
             nb::gil_scoped_release release;
             thinwire::sample(base.data(), changed.data(), count, codec.layout, first, stride, counts.data());
           },
-          "base"_a, "new"_a, "first"_a, "stride"_a, "counts"_a);
+          "base"_a.noconvert(), "new"_a.noconvert(), "first"_a, "stride"_a, "counts"_a.noconvert());
   m.def(
       "fit",
       [](const SourceCounts& counts, uint64_t total_words) {
@@ -201,14 +229,16 @@ NB_MODULE(_native, m) {
         }
         return nb::bytes(packed.data(), packed.size());
       },
-      "counts"_a, "total_words"_a);
+      "counts"_a.noconvert(), "total_words"_a);
   m.def(
       "xxh3_64",
       [](const Bytes& data) {
         nb::gil_scoped_release release;
         return thinwire::best_kernels().digest(data.data(), data.size());
       },
-      "data"_a);
+      "data"_a.noconvert());
+  m.def("swap_words", &swap_words, "items"_a,
+        "Exchanges words at positions with those kept beside; all of them, or none where an item is malformed.");
   m.def("instruction_sets", [] {
     std::vector<std::string> names;
     for (const char* name : {"avx512", "avx2", "scalar"}) {

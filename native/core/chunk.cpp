@@ -59,11 +59,13 @@ const Kernels* kernels_named(const char* name) {
   if (std::strcmp(name, "avx512") == 0) {
     const bool runs = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("bmi2");
+                      __builtin_cpu_supports("avx512vbmi") && kernels_named("avx2");
     return runs ? &kAvx512Kernels : nullptr;
   }
   if (std::strcmp(name, "avx2") == 0) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") ? &kAvx2Kernels : nullptr;
+    const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+                      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt");
+    return runs ? &kAvx2Kernels : nullptr;
   }
 #endif
   return std::strcmp(name, "scalar") == 0 ? &kScalarKernels : nullptr;

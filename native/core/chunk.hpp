@@ -11,7 +11,7 @@ namespace thinwire {
 inline constexpr size_t kChunkHeaderBytes = 2;  // table number, shift of its rates
 inline constexpr int kShiftMax = 64;            // 8 octaves either way
 inline constexpr int kShiftBias = 128;
-inline constexpr size_t kMaxTables = 256;
+inline constexpr size_t kMaxTables = 128;
 
 enum class Status : int { ok = 0, too_large = 1, corrupt = 2 };
 
@@ -49,8 +49,7 @@ struct DecodeJob {
   const uint8_t* data;
   size_t size;          // 0: no change
   uint32_t* positions;  // null, or room for `count`
-  void* words;          // with positions: room for `count` words
-  bool keep_old;        // words are those of the base (for undo), not the new ones
+  void* words;          // with positions: room for `count` new words
   void* scratch;        // decode_scratch_bytes()
 };
 

@@ -216,7 +216,7 @@ DecodeResult decode_chunk(const DecodeJob& job, const Layout& layout) {
       auto* kept = static_cast<W*>(job.words) + result.changed_count;
       for (size_t i = 0; i < found; ++i) {
         job.positions[result.changed_count + i] = static_cast<uint32_t>(at) + positions[i];
-        kept[i] = job.keep_old ? base[at + positions[i]] : words[i];
+        kept[i] = words[i];
       }
     }
     for (size_t i = 0; i < found; ++i) target[positions[i]] = words[i];

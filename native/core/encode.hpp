@@ -19,7 +19,7 @@ TW_INLINE void encode_value(RangeEncoder& coder, ValueModel& model, const Consta
   const uint64_t size = up ? step : (0 - step) & mask;
   coder.bit(up, model.direction.p);
   update(k, model.direction, up);
-  const int octave = 63 - __builtin_clzll(size);
+  const int octave = 63 - __builtin_clzll(size | 1);
   AdaptiveBit& one = model.one[cls];
   coder.bit(octave == 0, one.p);
   update(k, one, octave == 0);
@@ -100,6 +100,7 @@ void count_steps(const W* old_words, const W* new_words, size_t count, const Lay
   for (size_t i = 0; i < count; ++i) {
     const uint64_t step =
         (to_order(new_words[i], bits, layout.ordered) - to_order(old_words[i], bits, layout.ordered)) & mask;
+    if (step == 0) continue;  // someone wrote to the base meanwhile
     const bool up = !(step >> (bits - 1));
     steps.by_octave[up][63 - __builtin_clzll(up ? step : (0 - step) & mask)] += 1;
   }

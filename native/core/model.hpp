@@ -69,7 +69,7 @@ TW_INLINE uint32_t exp2_neg(const Constants& k, uint32_t cost16) {
   return static_cast<uint32_t>(product >> kExpBits) >> whole;
 }
 
-// Weight, of kSymbolOne in all, of "the first change lies before the element at `distance`", where the elements up
+// Weight, of 2^24 in all, of "the first change lies before the element at `distance`", where the elements up
 // to there cost `cost16`. One is added per element, so that each stays possible whatever it costs, and 1/65536 taken
 // away, so that "no change" stays possible.
 TW_INLINE uint32_t first_before(const Constants& k, uint32_t cost16, uint32_t distance) {

@@ -51,7 +51,7 @@ class RangeEncoder {
   // Ends the stream with the fewest bytes that name a number in [low, low + range): the decoder reads zeros past
   // the end. Four bytes always do, since the range is 2^32 or more. Returns the stream's size.
   size_t finish() {
-    for (int bytes = 0;; ++bytes) {
+    for (int bytes = 0; bytes < 8; ++bytes) {
       const uint64_t below = ~uint64_t{0} >> (8 * bytes);
       const uint64_t value = (low_ + below) & ~below;
       if (value - low_ >= range_) continue;
@@ -59,6 +59,7 @@ class RangeEncoder {
       for (int i = 0; i < bytes && !full(); ++i) out_[size_++] = static_cast<uint8_t>(value >> (56 - 8 * i));
       return size_;
     }
+    return size_;  // not reached: see above
   }
 
  private:
@@ -125,7 +126,7 @@ class RangeDecoder {
   TW_INLINE uint32_t hint() const {
     const double share =
         static_cast<double>(static_cast<int64_t>(code_ >> 1)) / static_cast<double>(static_cast<int64_t>(range_ >> 1));
-    return static_cast<uint32_t>(static_cast<int32_t>(share * (1 << 24)));
+    return share < 1 ? static_cast<uint32_t>(static_cast<int32_t>(share * (1 << 24))) : (1u << 24) - 1;
   }
 
   // The exact weight at which the number lies.

@@ -8,7 +8,7 @@ from thinwire.checkpoint import (
     verify_base,
 )
 from thinwire.codec.api import (
-    ChangedElements,
+    Changes,
     Inspection,
     changes,
     decode,
@@ -23,7 +23,7 @@ from thinwire.codec.chunk import Spec
 __version__ = "0.1.0"
 
 __all__ = [
-    "ChangedElements",
+    "Changes",
     "Inspection",
     "Spec",
     "__version__",

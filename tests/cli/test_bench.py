@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from thinwire.bench import corpus as corpora
 from thinwire.bench import find_runs, make_our_row, steady_steps
 from thinwire.bench.measure import check_round_trip
 
@@ -80,17 +81,91 @@ def test_a_missing_package_for_the_plot(
     assert "Pillow" in result.stderr
 
 
-def test_the_default_corpus(
-    corpus: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+MAKER = """
+import os, shutil, sys
+assert sys.argv[1:] == ["--out", ".bench/corpus"] and os.environ["OMP_NUM_THREADS"] == "1"
+print("step 1: reward 0.5")
+shutil.copytree("made", ".bench/corpus")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: empty, and thinwire not installed from a checkout."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(corpora, "CHECKOUT", tmp_path / "site-packages")
+    return folder
+
+
+def add_maker(checkout: Path, text: str) -> Path:
+    """A checkout with this program in place of the one that trains."""
+    maker = checkout / corpora.MAKER
+    maker.parent.mkdir(parents=True)
+    maker.write_text(text)
+    return maker
+
+
+def test_no_default_corpus(folder: Path, run: Run) -> None:
     result = run("bench")
     assert result.exit_code == 2
     command = "python benchmarks/corpus/make_corpus.py --out .bench/corpus"
     assert command in result.stderr
-    (tmp_path / ".bench").mkdir()
-    corpus.rename(tmp_path / ".bench" / "corpus")
+    assert list(folder.iterdir()) == []
+
+
+def test_the_default_corpus(folder: Path, corpus: Path, run: Run) -> None:
+    add_maker(folder, "raise SystemExit(1)")
+    (folder / ".bench").mkdir()
+    corpus.rename(folder / ".bench" / "corpus")
     assert run("bench", "--rows", "thinwire", *QUICK).exit_code == 0
+
+
+def test_the_corpus_of_the_project(folder: Path, corpus: Path, run: Run) -> None:
+    shared = folder.parent / "shared"
+    shared.mkdir()
+    corpus.rename(shared / "corpus")
+    # What lies beside any other folder is not the project's.
+    assert run("bench").exit_code == 2
+    add_maker(folder, "raise SystemExit(1)")
+    result = run("bench", "--rows", "thinwire", *QUICK, "--json", "-")
+    assert [report["run"] for report in read_json(result)["runs"]] == ["long", "short"]
+    assert not (folder / ".bench").exists()
+
+
+@pytest.mark.parametrize("is_editable", [False, True])
+def test_a_corpus_is_made(
+    is_editable: bool,
+    folder: Path,
+    corpus: Path,
+    run: Run,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkout = folder.parent / "checkout" if is_editable else folder
+    monkeypatch.setattr(corpora, "CHECKOUT", folder.parent / "checkout")
+    maker = add_maker(checkout, MAKER)
+    corpus.rename(folder / "made")
+    # Nothing is trained for what would be refused afterwards.
+    assert run("bench", "--rows", "zip").exit_code == 2
+    assert not (folder / ".bench").exists()
+    result = run("bench", "--rows", "thinwire", *QUICK, "--json", "-")
+    assert len(read_json(result)["runs"]) == 2
+    shown = maker if is_editable else corpora.MAKER
+    assert f"{sys.executable} {shown} --out .bench/corpus" in result.stderr
+    assert capfd.readouterr() == ("", "step 1: reward 0.5\n")
+
+
+def test_a_corpus_that_cannot_be_made(folder: Path, corpus: Path, run: Run) -> None:
+    add_maker(folder, MAKER + "sys.exit(3)")
+    corpus.rename(folder / "made")
+    result = run("bench")
+    assert result.exit_code == 2
+    assert "exit status 3" in result.stderr
+    assert result.stderr.count("benchmarks/corpus/make_corpus.py --out .bench/corpus") == 2
+    assert result.stdout == ""
+    assert not (folder / ".bench" / "corpus").exists()
 
 
 def test_refused_before_any_work(corpus: Path, tmp_path: Path, run: Run) -> None:

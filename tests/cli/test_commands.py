@@ -175,6 +175,27 @@ def test_inspect_text(pair: Pair, run: Run) -> None:
     assert "1 step %" in run("inspect", pair.delta, "--base", pair.base).stdout
 
 
+def test_inspect_top(pair: Pair, run: Run) -> None:
+    def table(*arguments: object) -> list[str]:
+        lines = run("inspect", pair.delta, *arguments).stdout.splitlines()
+        heading = next(number for number, line in enumerate(lines) if line.startswith("tensor "))
+        return lines[heading + 1 : lines.index("", heading)]
+
+    whole = table()
+    order = ["large", "added", "small", "still", "scale", "gone"]
+    assert [row.split()[0] for row in whole[:6]] != order
+    rest = {0: "... and 6 more tensors", 2: "... and 4 more tensors", 5: "... and 1 more tensor"}
+    for top in (0, 2, 5, 6, 100):
+        rows = table("--top", top)
+        # Members of groups have no bytes of their own; the lines of groups are always there.
+        assert [row.split()[0] for row in rows[:top][:6]] == order[:top]
+        assert rows[min(top, 6) : -3] == ([rest[top]] if top in rest else [])
+        assert [row.split()[-1] for row in rows[-3:]] == [row.split()[-1] for row in whole[-3:]]
+    everything = run("inspect", pair.delta, "--json").stdout
+    assert run("inspect", pair.delta, "--json", "--top", 1).stdout == everything
+    assert "4 and more %" in run("inspect", pair.delta, "--base", pair.base, "--top", 1).stdout
+
+
 def test_inspect_of_a_single_array(tmp_path: Path, run: Run) -> None:
     rng = np.random.default_rng(1)
     base, new = rng.integers(0, 1 << 16, (2, 70_000)).astype(np.uint16)
@@ -199,9 +220,10 @@ def test_verify(pair: Pair, run: Run) -> None:
     alone = run("verify", pair.delta)
     assert alone.exit_code == 0
     assert "are what their digests say" in alone.stdout
-    fitting = run("verify", pair.delta, "--base", pair.base)
-    assert fitting.exit_code == 0
-    assert "5 of 6 tensors rebuilt" in fitting.stdout
+    for workers in ([], ["--workers", 2]):
+        fitting = run("verify", pair.delta, "--base", pair.base, *workers)
+        assert fitting.exit_code == 0
+        assert "5 of 6 tensors rebuilt" in fitting.stdout
 
 
 def test_verify_json(pair: Pair, run: Run) -> None:

@@ -191,6 +191,8 @@ def test_out_exists(pair: Pair, run: Run) -> None:
         ["diff", "a", "b"],
         ["diff", "a", "b", "-o", "c", "--workers", "0"],
         ["diff", "a", "b", "-o", "c", "--zstd-level", "20"],
+        ["verify", "a.tw", "--workers", "0"],
+        ["inspect", "a.tw", "--top", "-1"],
     ],
 )
 def test_wrong_usage(arguments: list[str], run: Run) -> None:

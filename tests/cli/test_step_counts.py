@@ -7,7 +7,7 @@ import pytest
 
 from thinwire import encode_tensors, inspect
 from thinwire.cli.step_counts import count_steps, octave_label
-from thinwire.codec.delta import Changes, Delta
+from thinwire.codec.delta import ChunkChanges, Delta
 from thinwire.codec.dtypes import DTYPES
 
 
@@ -46,7 +46,7 @@ def test_every_dtype(dtype: str) -> None:
     kept = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
     old, new = [a for a, _ in kept], [b for _, b in kept]
     base, words = (np.array(side, f"<u{row.word_bytes}").view(np.uint8) for side in (old, new))
-    change = Changes("w", 0, np.arange(len(old), dtype="<u4"), words)
+    change = ChunkChanges("w", 0, np.arange(len(old), dtype="<u4"), words, row.word_bytes)
     counts = count_steps({"w": base}, {"w": dtype}, [change])["w"]
     wanted = expected(old, new, bits, row.ordered)
     assert counts._asdict() == wanted

@@ -41,11 +41,18 @@ def test_a_dtype_of_another_width_is_refused(dtype: str) -> None:
         thinwire.encode(base, base, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
-def test_packed_dtypes_have_no_arrays(dtype: str) -> None:
-    base = np.zeros(4, np.uint8)
+@pytest.mark.parametrize(("dtype", "elements"), [("F4", 24), ("F6_E2M3", 16), ("F6_E3M2", 16)])
+def test_packed_dtypes_come_as_bytes(dtype: str, elements: int) -> None:
+    base = np.arange(36, dtype=np.uint8).reshape(3, 12)
+    new = base ^ np.uint8(3)
+    payload = thinwire.encode(base, new, dtype=dtype)
+    assert thinwire.inspect(payload).tensors[0].shape == (3, elements)
+    decoded = thinwire.decode(base, payload)
+    assert np.array_equal(decoded, new)
+    assert decoded.shape == base.shape
+    assert np.array_equal(thinwire.changes(base, payload).values, new.reshape(-1))
     with pytest.raises(InvalidArgument):
-        thinwire.encode(base, base, dtype=dtype)
+        thinwire.encode(np.uint8(3), np.uint8(4), dtype=dtype)
 
 
 def test_sides_that_differ_are_refused() -> None:
@@ -108,3 +115,12 @@ def test_a_spec_out_of_range_is_refused(options: dict[str, Any]) -> None:
     base = np.zeros(5, np.float32)
     with pytest.raises(InvalidArgument):
         thinwire.encode(base, base, spec=thinwire.Spec(**options))
+
+
+def test_a_path_is_no_payload(tmp_path: Any) -> None:
+    base = np.zeros(4, np.uint8)
+    path = tmp_path / "delta.tw"
+    path.write_bytes(thinwire.encode(base, base + 1))
+    for payload in (str(path), path, np.frombuffer(path.read_bytes(), np.uint8)):
+        with pytest.raises(InvalidArgument):
+            thinwire.decode(base, payload)

@@ -36,7 +36,7 @@ def test_the_sample_has_every_kind() -> None:
     assert {entry.kind for entry in inspection.tensors} == {"delta", "same", "full", "removed"}
     methods = {method for entry in inspection.tensors for method in entry.methods}
     assert methods >= {"class", "raw"}
-    assert {kind for _, kind, _, _ in inspection.attachments} == {"header", "file"}
+    assert {entry.kind for entry in inspection.attachments} == {"header", "file"}
     assert len(inspection.group_bytes) > 1
     assert any(entry.group is None and entry.kind == "delta" for entry in inspection.tensors)
     assert_new(decode_all(PAYLOAD))

@@ -32,7 +32,7 @@ def _bombs() -> dict[str, bytes]:
     full = _row("full", shape=[1], sizes=[len(planes)])
     return {
         "index of 4 GiB": pack(b"", [], b"", stored=zeros, plain_bytes=(1 << 32) - 1),
-        "index near its limit": pack(b"", [], b"", stored=zeros, plain_bytes=4096 + 300 * 90),
+        "index near its limit": pack(b"", [], b"", stored=zeros, plain_bytes=(1 << 20) + 300 * 90),
         "index of a wide window": pack(b"", [], b"", stored=WINDOW_BOMB, plain_bytes=1),
         "same and huge": _small({"tensors": [_row("same")]}, [0]),
         "removed and huge": _small({"tensors": [_row("removed")]}, [0]),

@@ -222,7 +222,7 @@ def read(payload: bytes) -> File:
     at, sections = 40, 40 + stored + digests
     check(hash64(payload[:32] + payload[40:sections]) == digest, "digest of the header")
     check(run_digest(payload[:-8]) == payload[-8:], "trailer")
-    check(unpacked <= min(1 << 28, 4096 + 300 * stored), "index too large")
+    check(unpacked <= min(1 << 26, (1 << 20) + 300 * stored), "index too large")
 
     def cut(size: int) -> bytes:
         nonlocal at

@@ -81,7 +81,7 @@ INVALID: dict[str, tuple[str, str, Callable[[bytes], bytes]]] = {
         "limit-exceeded",
         lambda p: pack(*unpack(p), plain_bytes=2**32 - 1),
     ),
-    "index-ratio": ("group", "limit-exceeded", lambda p: pack(*unpack(p), plain_bytes=2**20)),
+    "index-ratio": ("group", "limit-exceeded", lambda p: pack(*unpack(p), plain_bytes=2**24)),
     "index-bomb": ("group", "corrupt", lambda p: stored(p, zstd.compress(bytes(2**20)), 4096)),
     "index-wide-window": ("group", "corrupt", lambda p: stored(p, WIDE_WINDOW, 1)),
     "index-not-zstd": ("group", "corrupt", lambda p: stored(p, b"{}" * 40)),

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from thinwire.errors import InvalidArgument, NotFound
 
 WEIGHTS_NAME = "model.safetensors"
+DEFAULT_CORPUS = Path(".bench/corpus")
+# From the root of a checkout: the project's runs beside it, and the program that makes a corpus.
+PROJECT_CORPUS = Path("../shared/corpus")
+MAKER = Path("benchmarks/corpus/make_corpus.py")
+# The checkout that this file belongs to if the install is editable; else a folder without either.
+CHECKOUT = Path(__file__).resolve().parents[3]
+_STDERR = 2
 # An optimizer's moments settle in about so many steps; until then less changes than ever after.
 SETTLING_STEPS = 8
 # A run of so few steps is measured whole.
@@ -32,6 +44,48 @@ def find_runs(corpus: Path) -> dict[str, list[Path]]:
             path=str(corpus),
         )
     return found
+
+
+def default_corpus(announce: Callable[[str], None]) -> Path:
+    """A corpus to measure when none was named: found, else made.
+
+    The first of: ``.bench/corpus``; the project's runs beside the checkout; what the checkout's
+    ``make_corpus.py`` writes into ``.bench/corpus``. The checkout is the current folder or that of
+    an editable install. ``announce`` is given the command before it runs; what it prints goes to
+    stderr.
+
+    Raises:
+        InvalidArgument: Nothing was found, and nothing could be made; the hint is the command.
+    """
+    if DEFAULT_CORPUS.is_dir():
+        return DEFAULT_CORPUS
+    checkout = next((c for c in (Path(), CHECKOUT) if (c / MAKER).is_file()), None)
+    if checkout and any((checkout / PROJECT_CORPUS).glob(f"*/*/{WEIGHTS_NAME}")):
+        return checkout / PROJECT_CORPUS
+    # Not `python` where it can run: that may be another one, without torch.
+    program = [sys.executable, str(checkout / MAKER)] if checkout else ["python", str(MAKER)]
+    command = [*program, "--out", str(DEFAULT_CORPUS)]
+    # The bytes of a run depend on the number of threads.
+    shown = f"OMP_NUM_THREADS=1 {shlex.join(command)}"
+    if checkout is None:
+        raise InvalidArgument(
+            f"bench was given no checkpoints, and there is no {DEFAULT_CORPUS} here",
+            hint=f"Make a corpus in a checkout of thinwire (needs torch): {shown}",
+        )
+    announce(shown)
+    try:
+        subprocess.run(
+            command, check=True, stdout=_STDERR, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    except BaseException as error:
+        # A run cut short would pass for a corpus the next time.
+        shutil.rmtree(DEFAULT_CORPUS, ignore_errors=True)
+        if not isinstance(error, subprocess.CalledProcessError | OSError):
+            raise
+        raise InvalidArgument(
+            f"no corpus could be made: {error}", hint=f"See above; it needs torch: {shown}"
+        ) from error
+    return DEFAULT_CORPUS
 
 
 def steady_steps(steps: Sequence[Path]) -> list[Path]:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from thinwire.bench import CheckpointPeer, Report
 
-DEFAULT_CORPUS = Path(".bench/corpus")
-MAKE_CORPUS = "python benchmarks/corpus/make_corpus.py --out .bench/corpus"
 STDOUT = Path("-")
 
 
@@ -37,7 +35,8 @@ def bench(
         typer.Option(
             show_default=False,
             help="A folder of runs, RUN/STEP/model.safetensors: one table per run, from step 8 on "
-            f"where it has more than 9 steps. Default: {DEFAULT_CORPUS}.",
+            "where it has more than 9 steps. Default: .bench/corpus, else one that is found or, "
+            "in a checkout of thinwire, made (needs torch).",
         ),
     ] = None,
     json_path: Annotated[
@@ -75,9 +74,10 @@ def bench(
         )
         from thinwire.checkpoint.disk import os_errors
 
-        runs = _choose_runs(checkpoints or [], corpus)
+        # What is cheap to refuse first: the default corpus may take a training run to make.
         peers, skipped = _choose_rows(rows)
         _check_outputs(None if to_stdout else json_path, plot_path)
+        runs = _choose_runs(checkpoints or [], corpus)
         reports: dict[str, Report] = {}
         step_count = sum(len(paths) - 1 for paths in runs.values())
         with step_progress(step_count * len(peers)) as begin:
@@ -104,7 +104,7 @@ def bench(
 
 
 def _choose_runs(checkpoints: Sequence[Path], corpus: Path | None) -> dict[str, list[Path]]:
-    from thinwire.bench import find_runs, steady_steps
+    from thinwire.bench.corpus import default_corpus, find_runs, steady_steps
 
     if checkpoints:
         if corpus is not None:
@@ -117,12 +117,13 @@ def _choose_runs(checkpoints: Sequence[Path], corpus: Path | None) -> dict[str, 
                 hint="Pass the checkpoint of the next step, too",
             )
         return {"": list(checkpoints)}
-    if corpus is None and not DEFAULT_CORPUS.is_dir():
-        raise InvalidArgument(
-            f"bench was given no checkpoints, and there is no {DEFAULT_CORPUS} here",
-            hint=f"Make a corpus (half a minute, needs torch): {MAKE_CORPUS}",
-        )
-    return {name: steady_steps(s) for name, s in find_runs(corpus or DEFAULT_CORPUS).items()}
+    folder = corpus or default_corpus(_announce_command)
+    return {name: steady_steps(steps) for name, steps in find_runs(folder).items()}
+
+
+def _announce_command(command: str) -> None:
+    # Not stdout, which may be asked to hold JSON alone.
+    print(f"no corpus here, making one:\n$ {printable(command)}", file=sys.stderr, flush=True)
 
 
 def _choose_rows(rows: str | None) -> tuple[list[CheckpointPeer], dict[str, str]]:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from thinwire.cli.step_counts import StepCounts
     from thinwire.codec.api import Inspection
-    from thinwire.codec.container import Head
     from thinwire.codec.delta import TensorEntry
 
 
@@ -30,6 +29,15 @@ def inspect(
             "tensor. The file itself keeps one for the whole delta only.",
         ),
     ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            show_default=False,
+            help="Show only so many tensors, those with the most bytes; default: all. JSON is "
+            "always whole.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what DELTA holds: tensors, sizes, step sizes, other files, rate tables.
@@ -38,20 +46,15 @@ def inspect(
     are counted in words: elements, except that complex numbers have two and packed types share one.
     """
     with reported(as_json):
-        from thinwire.checkpoint.disk import map_file
         from thinwire.cli.inspect_tables import print_inspection
         from thinwire.codec.api import inspect as inspect_delta
-        from thinwire.codec.container import parse_head
 
         found = inspect_delta(delta)
-        # Besides what Inspection tells: the rate tables and the stored sizes of small files.
-        data = map_file(delta).data
-        head = parse_head(data, data.nbytes)
         steps = None if base is None else _steps_by_tensor(delta, base)
         if as_json:
-            print_json(_as_json(delta, found, head, steps))
+            print_json(_as_json(delta, found, steps))
         else:
-            print_inspection(delta, found, head, steps)
+            print_inspection(delta, found, steps, top)
 
 
 def _steps_by_tensor(delta: Path, base: Path) -> dict[str, StepCounts]:
@@ -70,9 +73,9 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _as_json(
-    delta: Path, found: Inspection, head: Head, steps: Mapping[str, StepCounts] | None
+    delta: Path, found: Inspection, steps: Mapping[str, StepCounts] | None
 ) -> dict[str, Any]:
-    from thinwire.cli.inspect_tables import groups_of
+    from thinwire.cli.inspect_tables import groups_of, index_bytes
 
     down, up = found.steps
     return {
@@ -80,7 +83,7 @@ def _as_json(
         "format_version": found.version,
         "file_bytes": found.file_bytes,
         "raw_bytes": found.raw_bytes,
-        "index_bytes": head.sections_start,
+        "index_bytes": index_bytes(found),
         "changed_count": found.changed_count,
         "word_count": found.word_count,
         "changed_percent": _ratio(100 * found.changed_count, found.word_count),
@@ -88,7 +91,7 @@ def _as_json(
         "tensors": [_tensor_json(entry, steps) for entry in found.tensors],
         "groups": [
             {
-                "dtype": head.index.groups[number].dtype,
+                "dtype": members[0].dtype if members else None,
                 "tensor_count": len(members),
                 "changed_count": sum(entry.changed_count for entry in members),
                 "payload_bytes": found.group_bytes[number],
@@ -97,8 +100,13 @@ def _as_json(
         ],
         "steps": {"down": down, "up": up},
         "attachments": [
-            {"name": a.name, "kind": a.kind, "size_bytes": a.size, "stored_bytes": a.stored}
-            for a in head.index.attachments
+            {
+                "name": a.name,
+                "kind": a.kind,
+                "size_bytes": a.size,
+                "stored_bytes": a.stored_bytes if a.is_carried else None,
+            }
+            for a in found.attachments
         ],
         "tables": [
             {
@@ -107,7 +115,7 @@ def _as_json(
                 "rate_codes": table.rate,
                 "one_step_codes": table.one,
             }
-            for table in head.index.tables
+            for table in found.tables
         ],
     }
 

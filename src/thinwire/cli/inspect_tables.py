@@ -8,7 +8,7 @@ from pathlib import Path
 from thinwire.cli.output import NONE, percent, print_table, printable
 from thinwire.cli.step_counts import StepCounts, octave_label
 from thinwire.codec.api import Inspection
-from thinwire.codec.container import Head
+from thinwire.codec.container import TRAILER
 from thinwire.codec.delta import TensorEntry
 from thinwire.codec.dtypes import dtype_named
 
@@ -18,24 +18,27 @@ TEXT_COLUMNS = 5
 
 
 def print_inspection(
-    delta: Path, found: Inspection, head: Head, steps: Mapping[str, StepCounts] | None
+    delta: Path,
+    found: Inspection,
+    steps: Mapping[str, StepCounts] | None,
+    top: int | None = None,
 ) -> None:
-    """Print everything; ``steps`` by tensor where a base was given."""
+    """Print everything; ``steps`` by tensor where a base was given, ``top`` tensors if not all."""
     print(
         f"{printable(str(delta))}: format {found.version}, {found.file_bytes:,} bytes, "
         f"{percent(found.file_bytes, found.raw_bytes)} % of {found.raw_bytes:,} raw "
-        f"({head.sections_start:,} are index and digests)\n"
+        f"({index_bytes(found):,} are index and digests)\n"
     )
-    _print_tensors(found, steps)
+    _print_tensors(found, steps, top)
     _print_steps(found, steps)
-    if head.index.attachments:
+    if found.attachments:
         rows = [
-            [a.name, a.kind, f"{a.size:,}", NONE if a.stored is None else f"{a.stored:,}"]
-            for a in head.index.attachments
+            [a.name, a.kind, f"{a.size:,}", f"{a.stored_bytes:,}" if a.is_carried else NONE]
+            for a in found.attachments
         ]
         print('\nOther files; those without bytes in the delta equal the base\'s ("-"):')
         print_table(["file", "kind", "bytes", "in the delta"], rows, left=2)
-    if head.index.tables:
+    if found.tables:
         print("\nRate tables; each chunk names one and moves its rates up or down as a whole:")
         rows = [
             [
@@ -44,9 +47,15 @@ def print_inspection(
                 f"{_rate_percent(table.rate[0]):.4f}",
                 f"{max(map(_rate_percent, table.rate)):.4f}",
             ]
-            for number, table in enumerate(head.index.tables)
+            for number, table in enumerate(found.tables)
         ]
         print_table(["table", "first class: field", "its change %", "highest change %"], rows)
+
+
+def index_bytes(found: Inspection) -> int:
+    """Bytes of header, index and digests: what is before the sections."""
+    attached_bytes = sum(attachment.stored_bytes for attachment in found.attachments)
+    return found.file_bytes - _section_bytes(found) - attached_bytes - TRAILER.size
 
 
 def word_count(entry: TensorEntry) -> int:
@@ -69,7 +78,22 @@ def _rate_percent(code: int) -> float:
     return 100 * odds / (1 + odds)
 
 
-def _print_tensors(found: Inspection, steps: Mapping[str, StepCounts] | None) -> None:
+def _section_bytes(found: Inspection) -> int:
+    """Payload bytes of all tensors."""
+    return sum(entry.payload_bytes for entry in found.tensors) + sum(found.group_bytes)
+
+
+def _largest(entries: Sequence[TensorEntry], top: int | None) -> Sequence[TensorEntry]:
+    """The entries with the most payload bytes, largest first; for None all, in their order."""
+    if top is None:
+        return entries
+    return sorted(entries, key=lambda entry: entry.payload_bytes, reverse=True)[:top]
+
+
+def _print_tensors(
+    found: Inspection, steps: Mapping[str, StepCounts] | None, top: int | None
+) -> None:
+    shown = _largest(found.tensors, top)
     headings = HEADINGS if steps is None else [*HEADINGS, *STEP_HEADINGS]
     rows = [
         [
@@ -83,8 +107,11 @@ def _print_tensors(found: Inspection, steps: Mapping[str, StepCounts] | None) ->
             _bits(entry.payload_bytes, entry.changed_count),
             *([] if steps is None else _step_cells(steps.get(entry.name))),
         ]
-        for entry in found.tensors
+        for entry in shown
     ]
+    if hidden_count := len(found.tensors) - len(shown):
+        rest = f"... and {hidden_count} more tensor" + ("" if hidden_count == 1 else "s")
+        rows.append([rest, *[""] * (len(headings) - 1)])
     for number, members in enumerate(groups_of(found)):
         changed_count = sum(entry.changed_count for entry in members)
         size = found.group_bytes[number]
@@ -101,7 +128,7 @@ def _print_tensors(found: Inspection, steps: Mapping[str, StepCounts] | None) ->
                 *_sum_cells(steps, [entry.name for entry in members]),
             ]
         )
-    section_bytes = sum(entry.payload_bytes for entry in found.tensors) + sum(found.group_bytes)
+    section_bytes = _section_bytes(found)
     total = [
         f"total: {_counted(found.tensors)}",
         *[NONE] * (TEXT_COLUMNS - 1),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from thinwire.codec.delta import Changes
+from thinwire.codec.delta import ChunkChanges
 from thinwire.codec.dtypes import DType, dtype_named
 
 OCTAVES = 64
@@ -30,7 +30,7 @@ class StepCounts(NamedTuple):
 
 
 def count_steps(
-    bases: Mapping[str, np.ndarray], dtypes: Mapping[str, str], changes: Iterable[Changes]
+    bases: Mapping[str, np.ndarray], dtypes: Mapping[str, str], changes: Iterable[ChunkChanges]
 ) -> dict[str, StepCounts]:
     """The steps of each tensor that changes; ``dtypes`` say how to read the uint8 ``bases``."""
     counts: dict[str, np.ndarray] = {}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from thinwire.cli.failures import reported
-from thinwire.cli.options import DeltaFile, Json
+from thinwire.cli.options import DeltaFile, Json, Workers, worker_count
 from thinwire.cli.output import print_json, printable
 from thinwire.cli.progress import byte_progress
 
@@ -19,6 +19,7 @@ def verify(
         Path | None,
         typer.Option(show_default=False, help="Also rebuild every tensor from this checkpoint."),
     ] = None,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Check DELTA against its digests; nothing is written.
@@ -33,8 +34,9 @@ def verify(
         found = inspect(delta)
         rebuilt = [entry for entry in found.tensors if entry.kind != "removed"]
         if base is not None:
+            count = worker_count(workers)
             with byte_progress("verify", sum(entry.byte_count for entry in rebuilt)) as on_bytes:
-                verify_base(base, delta, on_bytes=on_bytes)
+                verify_base(base, delta, workers=count, on_bytes=on_bytes)
         rebuilt_count = 0 if base is None else len(rebuilt)
         if as_json:
             print_json(

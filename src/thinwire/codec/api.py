@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from thinwire.codec.arrays import Bits, to_bits
+from thinwire.codec.arrays import Bits, is_torch, to_bits
 from thinwire.codec.chunk import Spec
+from thinwire.codec.container import Attachment, TableRecord
 from thinwire.codec.delta import Delta, TensorEntry
 from thinwire.codec.dtypes import dtype_named
 from thinwire.codec.write import Pair, write_delta
@@ -21,7 +23,7 @@ Payload = bytes | bytearray | memoryview
 ARRAY_NAME = ""
 
 
-class ChangedElements(NamedTuple):
+class Changes(NamedTuple):
     """What a delta changes in an array, ready for a scatter.
 
     Attributes:
@@ -33,7 +35,19 @@ class ChangedElements(NamedTuple):
     values: np.ndarray
 
 
-class Inspection(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class AttachmentEntry:
+    """A small file of a delta, as the index describes it; ``stored_bytes`` 0: not carried."""
+
+    name: str
+    kind: str
+    size: int
+    is_carried: bool
+    stored_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
     """What a container says of itself; no base is needed.
 
     Attributes:
@@ -43,7 +57,8 @@ class Inspection(NamedTuple):
         changed_count: Changed words in tensors that both sides hold.
         word_count: Words in these tensors.
         tensors: One entry per tensor, in order.
-        attachments: Name, kind and size of each small file; carried says whether its bytes are in.
+        attachments: One entry per small file, in order.
+        tables: The rate tables, in order.
         group_bytes: Payload bytes of each group of small tensors.
         steps: Changes down and up by octave of their size: 1, 2-3, 4-7, ... steps.
     """
@@ -54,7 +69,8 @@ class Inspection(NamedTuple):
     changed_count: int
     word_count: int
     tensors: list[TensorEntry]
-    attachments: list[tuple[str, str, int, bool]]
+    attachments: list[AttachmentEntry]
+    tables: list[TableRecord]
     group_bytes: list[int]
     steps: tuple[list[int], list[int]]
 
@@ -94,7 +110,7 @@ def decode(base: Any, payload: Payload) -> Any:
         TensorMismatch: ``base`` has another dtype, shape or size.
         FormatError: The payload is truncated, corrupt or not supported.
     """
-    with Delta.open(payload) as delta:
+    with _open(payload) as delta:
         bits = _matching(base, delta)
         out = np.empty(bits.data.size, np.uint8)
         delta.apply({ARRAY_NAME: bits.data}, lambda _: out)
@@ -108,14 +124,12 @@ def decode_into(base: Any, payload: Payload) -> None:
         InvalidArgument: ``base`` cannot be written.
         BaseMismatch, TensorMismatch, FormatError: As :func:`decode`.
     """
-    with Delta.open(payload) as delta:
+    with _open(payload) as delta:
         bits = _matching(base, delta)
         if bits.is_view:
             delta.apply_in_place({ARRAY_NAME: bits.data})
             return
-        if not (isinstance(base, np.ndarray) and base.flags.writeable) and not _is_strided_torch(
-            base
-        ):
+        if not (isinstance(base, np.ndarray) and base.flags.writeable) and not is_torch(base):
             raise InvalidArgument(
                 "the base is read-only", hint="Use decode, or pass a writable array"
             )
@@ -124,13 +138,13 @@ def decode_into(base: Any, payload: Payload) -> None:
         base[...] = bits.restore(out)
 
 
-def changes(base: Any, payload: Payload) -> ChangedElements:
+def changes(base: Any, payload: Payload) -> Changes:
     """Where ``base`` changes, and to what; verified, ``base`` is only read.
 
     Raises:
         BaseMismatch, TensorMismatch, FormatError: As :func:`decode`.
     """
-    with Delta.open(payload) as delta:
+    with _open(payload) as delta:
         bits = _matching(base, delta)
         word_bytes = dtype_named(bits.dtype).word_bytes
         found = list(delta.changes({ARRAY_NAME: bits.data}))
@@ -145,7 +159,7 @@ def changes(base: Any, payload: Payload) -> ChangedElements:
         new[indices] = values
         indices = np.unique(indices // per_element)
         values = new.reshape(-1, dtype.itemsize)[indices]
-    return ChangedElements(indices, np.ascontiguousarray(values).reshape(-1).view(dtype))
+    return Changes(indices, np.ascontiguousarray(values).reshape(-1).view(dtype))
 
 
 def inspect(payload: Payload | os.PathLike[str] | str) -> Inspection:
@@ -168,10 +182,22 @@ def inspect(payload: Payload | os.PathLike[str] | str) -> Inspection:
             changed_count=sum(entry.changed_count for entry in both),
             word_count=sum(e.byte_count // dtype_named(e.dtype).word_bytes for e in both),
             tensors=entries,
-            attachments=[(a.name, a.kind, a.size, delta.is_carried(a)) for a in delta.attachments],
+            attachments=[_attachment_entry(delta, a) for a in delta.attachments],
+            tables=delta.tables,
             group_bytes=delta.group_bytes,
             steps=delta.steps,
         )
+
+
+def _attachment_entry(delta: Delta, attachment: Attachment) -> AttachmentEntry:
+    stored_bytes = delta.stored_bytes(attachment)
+    return AttachmentEntry(
+        name=attachment.name,
+        kind=attachment.kind,
+        size=attachment.size,
+        is_carried=stored_bytes is not None,
+        stored_bytes=stored_bytes or 0,
+    )
 
 
 def encode_tensors(
@@ -198,7 +224,7 @@ def decode_tensors(
         BaseMismatch, TensorMismatch, FormatError: As :func:`decode`.
     """
     bases = {name: to_bits(array).data for name, array in base.items()}
-    with Delta.open(payload) as delta:
+    with _open(payload) as delta:
         outs: dict[str, np.ndarray] = {}
 
         def out_for(entry: TensorEntry) -> np.ndarray:
@@ -227,6 +253,15 @@ def pair_up(base: Mapping[str, Bits], new: Mapping[str, Bits]) -> list[Pair]:
     return pairs
 
 
+def _open(payload: Payload) -> Delta:
+    """Open bytes; a string is a mistake here, not a path."""
+    if not isinstance(payload, bytes | bytearray | memoryview):
+        raise InvalidArgument(
+            f"the payload is {type(payload).__name__}, not bytes", hint="Read the file first"
+        )
+    return Delta.open(payload)
+
+
 def _matching(base: Any, delta: Delta) -> Bits:
     """The bits of ``base``, read as the dtype of the delta's only tensor."""
     if list(delta.tensors) != [ARRAY_NAME]:
@@ -242,16 +277,18 @@ def _matching(base: Any, delta: Delta) -> Bits:
         )
     bits = to_bits(base)
     if bits.dtype != entry.dtype:
-        # Bits that travelled under a given dtype, such as uint16 as BF16.
-        same_width = bits.data.size == entry.byte_count and bits.dtype[0] in "UI"
-        if not same_width:
-            raise TensorMismatch(f"the base is {bits.dtype}, the delta was made from {entry.dtype}")
+        # Bits may travel under a given dtype, such as uint16 as BF16.
+        mismatch = TensorMismatch(
+            f"the base is {bits.dtype}, the delta was made from {entry.dtype}"
+        )
+        if bits.dtype[0] not in "UI":
+            raise mismatch
+        try:
+            bits = to_bits(base, entry.dtype)
+        except InvalidArgument:
+            raise mismatch from None
     if bits.shape != entry.shape:
         raise TensorMismatch(
             f"the base has shape {list(bits.shape)}, the delta was made from {list(entry.shape)}"
         )
-    return bits._replace(dtype=entry.dtype)
-
-
-def _is_strided_torch(base: Any) -> bool:
-    return type(base).__module__.partition(".")[0] == "torch"
+    return bits

@@ -22,6 +22,7 @@ _NUMPY_NAMES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",  # torch's: two elements a byte
     "bool": "BOOL",
     **{f"int{width}": f"I{width}" for width in (8, 16, 32, 64)},
     **{f"uint{width}": f"U{width}" for width in (8, 16, 32, 64)},
@@ -59,7 +60,10 @@ def to_bits(array: Any, dtype: str | None = None) -> Bits:
         return _from_numpy(np.asarray(array), dtype, lambda new: new)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        return _from_torch(array, dtype, torch)
+        try:
+            return _from_torch(array, dtype, torch)
+        except RuntimeError as error:  # sparse, conjugated, or without storage
+            raise InvalidArgument(f"the tensor's memory cannot be read: {error}") from None
     if hasattr(array, "__dlpack__"):
         return _from_dlpack(array, dtype)
     try:
@@ -76,6 +80,31 @@ def to_bits(array: Any, dtype: str | None = None) -> Bits:
     return _from_numpy(np.asarray(view), dtype, restore)
 
 
+def is_torch(array: Any) -> bool:
+    """Whether it is a torch tensor; torch is not imported to find out."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def shape_of(dtype: str, shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+    """The tensor's shape in elements of ``dtype`` for an array of this shape.
+
+    They differ for packed dtypes alone: bytes that hold F4 or F6 stand for more elements, counted
+    along the last dimension.
+
+    Raises:
+        InvalidArgument: The last dimension does not hold whole elements, or there is none.
+    """
+    bits = dtype_named(dtype).bits
+    if bits == 8 * item_bytes:
+        return shape
+    if not shape or shape[-1] * 8 * item_bytes % bits:
+        raise InvalidArgument(
+            f"an array of shape {list(shape)} does not hold whole {dtype} elements"
+        )
+    return (*shape[:-1], shape[-1] * 8 * item_bytes // bits)
+
+
 def _from_numpy(array: np.ndarray, dtype: str | None, restore: Callable[[np.ndarray], Any]) -> Bits:
     if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
         raise InvalidArgument("the array is big-endian", hint="Convert it with .astype('<...')")
@@ -89,7 +118,8 @@ def _from_numpy(array: np.ndarray, dtype: str | None, restore: Callable[[np.ndar
     def rebuild(bits: np.ndarray) -> Any:
         return restore(bits.view(kind).reshape(shape))
 
-    return Bits(name, shape, contiguous.reshape(-1).view(np.uint8), is_view, kind, rebuild)
+    elements = shape_of(name, shape, array.dtype.itemsize)
+    return Bits(name, elements, contiguous.reshape(-1).view(np.uint8), is_view, kind, rebuild)
 
 
 def _from_torch(tensor: Any, dtype: str | None, torch: Any) -> Bits:
@@ -109,7 +139,8 @@ def _from_torch(tensor: Any, dtype: str | None, torch: Any) -> Bits:
         return torch.from_numpy(bits).view(kind).reshape(shape)
 
     numpy_dtype = _torch_numpy_dtype(tensor)
-    return Bits(name, shape, data, is_view, numpy_dtype, rebuild)
+    elements = shape_of(name, shape, tensor.element_size())
+    return Bits(name, elements, data, is_view, numpy_dtype, rebuild)
 
 
 def _torch_numpy_dtype(tensor: Any) -> np.dtype[Any]:
@@ -133,7 +164,9 @@ def _from_dlpack(array: Any, dtype: str | None) -> Bits:
 
 def _named(name: str, item_bytes: int, wanted: str | None) -> str:
     if wanted is not None:
-        if dtype_named(wanted).bits != 8 * item_bytes:
+        bits = dtype_named(wanted).bits
+        # Packed elements come as bytes.
+        if bits != 8 * item_bytes and not (bits < 8 and item_bytes == 1):
             raise InvalidArgument(f"an array of {name} cannot be read as {wanted}: other widths")
         return wanted
     try:
@@ -141,6 +174,6 @@ def _named(name: str, item_bytes: int, wanted: str | None) -> str:
     except KeyError:
         raise Unsupported(
             f"arrays of {name} have no safetensors dtype",
-            hint="Pass a view of a known dtype, or dtype=",
+            hint="Pass a view of a known dtype, or dtype= (packed F4 and F6 as uint8)",
             dtype=name,
         ) from None

@@ -8,6 +8,7 @@ that nothing changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,7 +28,8 @@ RAW = 0xFF
 _CLASS_WINS_BELOW = 1 / 8
 
 
-class Spec(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Spec:
     """What the caller asks of the encoder; what was stored is read from the container.
 
     Attributes:
@@ -120,27 +122,6 @@ def decode_changes(
     old_words, new_words = (a.reshape(-1, dtype.word_bytes) for a in (base, new))
     positions = np.flatnonzero((old_words != new_words).any(axis=1)).astype("<u4")
     return positions, new_words[positions].reshape(-1), xxh3_64(new)
-
-
-def decode_in_place(
-    dtype: DType, tables: bytes, base: np.ndarray, data: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, int | None]:
-    """Overwrite ``base`` with the new words; returns positions and the old words, for undo.
-
-    The digest is None where no encoder wrote this; what was overwritten until then is in the list.
-    """
-    if is_class_coded(data) and aligned(dtype, base) is base:
-        ok, known, where, words = native_codec(dtype, tables).decode_in_place(base, data)
-        undo = np.frombuffer(where, "<u4"), np.frombuffer(words, np.uint8)
-        return (*undo, int(known) if ok else None)
-    found = decode_changes(dtype, tables, base, data)
-    if found is None:
-        return np.empty(0, "<u4"), np.empty(0, np.uint8), None
-    positions, new_words, digest = found
-    base_words = base.reshape(-1, dtype.word_bytes)
-    old_words = base_words[positions].reshape(-1)
-    base_words[positions] = new_words.reshape(-1, dtype.word_bytes)
-    return positions, old_words, digest
 
 
 def aligned(dtype: DType, words: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from thinwire.codec import zstd
 from thinwire.codec.chunk import MAX_TABLES, TABLE_BYTES
 from thinwire.codec.digest import CHUNK_WORDS, xxh3_64
-from thinwire.codec.dtypes import byte_count, dtype_named
+from thinwire.codec.dtypes import MAX_TENSOR_BYTES, byte_count, dtype_named
 from thinwire.errors import (
     ChecksumMismatch,
     Corrupt,
@@ -35,9 +35,14 @@ HEADER = struct.Struct("<8sHHIIIQQ")
 TRAILER = struct.Struct("<Q")
 INDEX_LEVEL = 6
 
-MAX_INDEX_BYTES = 1 << 28
-# JSON of regular names packs well, but a bomb packs better.
+MAX_INDEX_BYTES = 1 << 26
+# JSON of regular names packs well, but a bomb packs better; up to INDEX_FREE_BYTES nobody minds.
 MAX_INDEX_RATIO = 300
+INDEX_FREE_BYTES = 1 << 20
+# Four million chunks are four trillion words.
+MAX_SECTIONS = 1 << 22
+MAX_GROUPS = 1 << 16
+MAX_ATTACHMENTS = 1 << 16
 # A zstd block of at most 2**17 bytes takes at least 4: no section can hold more than this.
 MAX_SECTION_RATIO = 1 << 15
 MAX_TENSORS = 1 << 20
@@ -89,6 +94,16 @@ class AttachmentRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
     stored: int | None = None
 
 
+class Attachment(NamedTuple):
+    """A small file that travels with the tensors; ``data`` None: equal to the base's file."""
+
+    name: str
+    kind: str
+    data: bytes | None
+    size: int
+    digest: int
+
+
 class Index(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Everything about a container but the digests and the sections."""
 
@@ -116,9 +131,15 @@ def digests_of(kind: Kind) -> int:
 
 
 def pack_head(index: Index, digests: list[int], section_bytes: int) -> bytes:
-    """Header, index and digests of a file whose sections have ``section_bytes`` in all."""
+    """Header, index and digests of a file whose sections have ``section_bytes`` in all.
+
+    Raises:
+        FormatError: No reader would take it; the kind says why.
+    """
+    _check(index, len(digests), section_bytes)
     plain = msgspec.json.encode(index)
     stored = zstd.compress(plain, INDEX_LEVEL)
+    _check_index_size(len(stored), len(plain))
     packed_digests = np.array(digests, "<u8").tobytes()
     file_bytes = HEADER.size + len(stored) + len(packed_digests) + section_bytes + TRAILER.size
     fields = (MAGIC, VERSION, 0, len(stored), len(plain), len(packed_digests), file_bytes)
@@ -163,8 +184,7 @@ def parse_head(data: memoryview, available_bytes: int) -> Head:
         raise ChecksumMismatch(
             "the head of the delta is not what its digest says", hint="Fetch the delta again"
         )
-    if plain > MAX_INDEX_BYTES or plain > 4096 + stored * MAX_INDEX_RATIO:
-        raise LimitExceeded(f"the index would unpack to {plain} bytes from {stored}")
+    _check_index_size(stored, plain)
     if digest_bytes % 8:
         raise Corrupt("the digests are not whole")
     try:
@@ -222,9 +242,18 @@ def _truncated(expected: int, available: int) -> Truncated:
     )
 
 
+def _check_index_size(stored: int, plain: int) -> None:
+    if plain > MAX_INDEX_BYTES or plain > INDEX_FREE_BYTES + stored * MAX_INDEX_RATIO:
+        raise LimitExceeded(f"the index unpacks to {plain} bytes from {stored}")
+
+
 def _check(index: Index, digest_count: int, section_bytes: int) -> None:
     if len(index.tensors) > MAX_TENSORS:
         raise LimitExceeded(f"{len(index.tensors)} tensors; the limit is {MAX_TENSORS}")
+    if len(index.groups) > MAX_GROUPS or len(index.attachments) > MAX_ATTACHMENTS:
+        raise LimitExceeded(f"{len(index.groups)} groups, {len(index.attachments)} attachments")
+    if sum(len(tensor.sizes) for tensor in index.tensors) > MAX_SECTIONS:
+        raise LimitExceeded(f"more than {MAX_SECTIONS} sections")
     names: set[str] = set()
     for tensor in index.tensors:
         _check_name(tensor.name, names)
@@ -234,12 +263,14 @@ def _check(index: Index, digest_count: int, section_bytes: int) -> None:
     attachment_names: set[str] = set()
     for attachment in index.attachments:
         _check_name(attachment.name, attachment_names)
-        if not 0 <= attachment.size <= MAX_ATTACHMENT_BYTES or (attachment.stored or 0) < 0:
+        limit = MAX_TENSOR_BYTES if attachment.stored is None else MAX_ATTACHMENT_BYTES
+        if not 0 <= attachment.size <= limit or (attachment.stored or 0) < 0:
             raise LimitExceeded(f"attachment {attachment.name!r} names {attachment.size} bytes")
     wanted = sum(digests_of(tensor.kind) for tensor in index.tensors) + len(index.attachments)
     if wanted != digest_count:
         raise Corrupt(f"{digest_count} digests where {wanted} belong")
-    if len(index.steps) not in (0, 2) or any(n < 0 for row in index.steps for n in row):
+    rows = index.steps
+    if len(rows) not in (0, 2) or any(len(row) > 64 or min(row, default=0) < 0 for row in rows):
         raise Corrupt("the step counts are malformed")
     total = section_starts(index)[-1]
     if total != section_bytes:

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from thinwire.codec.chunk import decode_changes, decode_chunk, decode_in_place
+from thinwire.codec import _native
+from thinwire.codec.chunk import decode_changes, decode_chunk
 from thinwire.codec.container import TensorRecord
 from thinwire.codec.digest import combine, tensor_digest
 from thinwire.codec.dtypes import dtype_named
 from thinwire.codec.reader import DeltaReader, TensorEntry
-from thinwire.codec.write import map_in_order
+from thinwire.codec.threads import map_in_order
 from thinwire.errors import (
     BaseMismatch,
     ChecksumMismatch,
@@ -21,19 +22,20 @@ from thinwire.errors import (
     ThinwireError,
 )
 
-__all__ = ["Bases", "Changes", "Delta", "TensorEntry"]
+__all__ = ["Bases", "ChunkChanges", "Delta", "TensorEntry"]
 
 Bases = Mapping[str, np.ndarray]
 Unit = tuple[list[TensorRecord], int]  # a tensor's chunk by number, or a group and 0
 
 
-class Changes(NamedTuple):
+class ChunkChanges(NamedTuple):
     """The changed words of one chunk of one tensor."""
 
     name: str
     first_word: int
     positions: np.ndarray  # uint32, rising, from first_word on
     words: np.ndarray  # uint8, word_bytes for each position
+    word_bytes: int
 
 
 class Delta(DeltaReader):
@@ -91,7 +93,7 @@ class Delta(DeltaReader):
                 if on_bytes:
                     on_bytes(size)
 
-    def changes(self, bases: Bases) -> Iterator[Changes]:
+    def changes(self, bases: Bases) -> Iterator[ChunkChanges]:
         """The changed words of all "delta" tensors, chunk by chunk; bases are untouched.
 
         A tensor is verified after its last chunk was yielded: act on nothing before the iterator
@@ -124,13 +126,14 @@ class Delta(DeltaReader):
                 self._check_digests(entry, digests, bases)
             if found is not None and found[0].size:
                 first_word = span.start // row.word_bytes
-                yield Changes(record.name, first_word, found[0], found[1])
+                yield ChunkChanges(record.name, first_word, found[0], found[1], row.word_bytes)
 
     def apply_in_place(self, bases: Bases) -> None:
-        """Turn the bases into the new tensors, all or nothing: an error leaves them as they were.
+        """Turn the bases into the new tensors, all or nothing: errors leave them as they were.
 
-        Remembers what it overwrites (6 bytes a changed BF16 weight) until all digests were seen to
-        match. Readers see a mix of old and new meanwhile: keep them out.
+        Everything is decoded and verified first (that takes 6 bytes of memory a changed BF16
+        weight), then written in one go that nothing interrupts. Readers may see old and new mixed
+        while it lasts: keep them out.
 
         Raises:
             BaseMismatch, TensorMismatch, FormatError: As :meth:`apply`.
@@ -144,21 +147,15 @@ class Delta(DeltaReader):
                     tensor=entry.name,
                 )
             self._check_base(entry, bases)
-        undo: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # words, positions, old words
-        digests: dict[str, list[int | None]] = {}
-        try:
-            for unit in self._units():
-                for name, digest in self._decode_in_place(unit, bases, undo):
-                    digests.setdefault(name, []).append(digest)
-                    if len(digests[name]) < self._chunk_count(self._records[name]):
-                        continue
-                    if not self._matches(self.tensors[name], digests.pop(name)):
-                        raise self._wrong_bytes(self.tensors[name])
-        except ThinwireError as error:
-            for words, positions, old in undo:
-                words[positions] = old
-            self._blame_bases(error, bases)
-            raise
+            if not bases[entry.name].flags.writeable:
+                raise InvalidArgument(f"the base of tensor {entry.name!r} is read-only")
+        found = list(self.changes(bases))
+        _native.swap_words(
+            [
+                (bases[c.name][c.first_word * c.word_bytes :], c.positions, c.words, c.word_bytes)
+                for c in found
+            ]
+        )
 
     def _decode_span(
         self, record: TensorRecord, bases: Bases, span: slice, chunk: int, out: np.ndarray
@@ -166,27 +163,6 @@ class Delta(DeltaReader):
         base = None if record.kind == "full" else bases[record.name][span]
         row = dtype_named(record.dtype)
         return decode_chunk(row, self._table(record.dtype), base, self._section(record, chunk), out)
-
-    def _decode_in_place(
-        self, unit: Unit, bases: Bases, undo: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
-    ) -> list[tuple[str, int | None]]:
-        members, chunk = unit
-        record = members[0]
-        row = dtype_named(record.dtype)
-        if record.group is None:
-            base = bases[record.name][self._span(record, chunk)]
-            section = self._section(record, chunk)
-            positions, old, digest = decode_in_place(row, self._table(row.name), base, section)
-            words = base.reshape(-1, row.word_bytes)
-            undo.append((words, positions, old.reshape(-1, row.word_bytes)))
-            return [(record.name, digest)]
-        news: dict[str, np.ndarray | None] = {m.name: np.empty_like(bases[m.name]) for m in members}
-        results = self._decode_group(members, bases, news)
-        for name, new in news.items():
-            words = bases[name].reshape(-1, row.word_bytes)
-            undo.append((words, np.arange(len(words)), words.copy()))
-            bases[name][:] = new
-        return [(name, digest) for name, digest, _ in results]
 
     def _decode_group(
         self, members: Sequence[TensorRecord], bases: Bases, outs: Mapping[str, np.ndarray | None]
@@ -209,7 +185,9 @@ class Delta(DeltaReader):
             results.append((record.name, own, size))
         return results
 
-    def _group_changes(self, members: Sequence[TensorRecord], bases: Bases) -> Iterator[Changes]:
+    def _group_changes(
+        self, members: Sequence[TensorRecord], bases: Bases
+    ) -> Iterator[ChunkChanges]:
         news = {record.name: np.empty_like(bases[record.name]) for record in members}
         for name, digest, _ in self._decode_group(members, bases, news):
             self._check_digests(self.tensors[name], [digest], bases)
@@ -218,12 +196,16 @@ class Delta(DeltaReader):
             old_words, new_words = (a.reshape(-1, word_bytes) for a in (bases[name], new))
             positions = np.flatnonzero((old_words != new_words).any(axis=1)).astype("<u4")
             if positions.size:
-                yield Changes(name, 0, positions, new_words[positions].reshape(-1))
+                words = new_words[positions].reshape(-1)
+                yield ChunkChanges(name, 0, positions, words, word_bytes)
 
     def _checked_out(self, entry: TensorEntry, out: np.ndarray | None) -> np.ndarray | None:
-        if out is not None and (out.dtype != np.uint8 or out.size != entry.byte_count):
+        if out is None:
+            return None
+        if not _is_plain(out) or not out.flags.writeable or out.size != entry.byte_count:
             raise InvalidArgument(
-                f"tensor {entry.name!r}: out has {out.size} bytes where {entry.byte_count} belong"
+                f"tensor {entry.name!r}: out is not a writable, contiguous array of uint8 with "
+                f"{entry.byte_count} bytes"
             )
         return out
 
@@ -236,6 +218,10 @@ class Delta(DeltaReader):
                 f"tensor {entry.name!r} is missing in the base",
                 hint="Apply the delta to the checkpoint it was made from",
                 tensor=entry.name,
+            )
+        if not _is_plain(base):
+            raise InvalidArgument(
+                f"the base of tensor {entry.name!r} is not a contiguous uint8 array"
             )
         if base.size != entry.byte_count:
             raise TensorMismatch(
@@ -293,3 +279,7 @@ class Delta(DeltaReader):
                     expected_digest=f"{expected:016x}",
                     actual_digest=f"{actual:016x}",
                 ) from error
+
+
+def _is_plain(array: np.ndarray) -> bool:
+    return array.dtype == np.uint8 and array.ndim == 1 and array.flags.c_contiguous

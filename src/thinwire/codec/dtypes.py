@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -94,8 +93,3 @@ def byte_count(dtype: str, shape: Sequence[int]) -> int:
     if count * row.bits % 8:
         raise FormatError(f"{count} elements of {dtype} do not fill whole bytes")
     return count * row.bits // 8
-
-
-def element_count(shape: Sequence[int]) -> int:
-    """Elements of a tensor of this shape; 1 for a scalar."""
-    return math.prod(shape)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from thinwire.codec import zstd
 from thinwire.codec.chunk import method_name
 from thinwire.codec.container import (
     TRAILER,
+    Attachment,
     Head,
     Kind,
+    TableRecord,
     TensorRecord,
     digests_of,
     group_members,
@@ -27,7 +29,6 @@ from thinwire.codec.container import (
 )
 from thinwire.codec.digest import CHUNK_WORDS, EMPTY_DIGEST, file_digest, xxh3_64
 from thinwire.codec.dtypes import byte_count, dtype_named
-from thinwire.codec.write import Attachment
 from thinwire.errors import (
     ChecksumMismatch,
     Corrupt,
@@ -37,7 +38,8 @@ from thinwire.errors import (
 )
 
 
-class TensorEntry(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
     """One tensor of a delta, as the index describes it.
 
     ``payload_bytes`` is that of its own sections; a tensor of a group has none (see ``group``).
@@ -72,13 +74,15 @@ class DeltaReader:
             raise ChecksumMismatch(
                 f"{source} is not what its trailer says", hint="Fetch the delta again"
             )
+        self._identity = bytes(self._data[32:40]).hex() + bytes(self._data[body.size :]).hex()
         self._index = head.index
         self._file_bytes = head.file_bytes
         self.version = head.version
         self._tables = {t.dtype: pack_tables(head.index, t.dtype) for t in head.index.tables}
         self._members = group_members(head.index)
         self._first_group_section = sum(len(record.sizes) for record in head.index.tensors)
-        self._sections = self._slice_sections(head)
+        # Offsets only: an index may name millions of sections.
+        self._starts = np.array(section_starts(head.index), np.int64) + head.sections_start
         self._records = {record.name: record for record in head.index.tensors}
         self.tensors: dict[str, TensorEntry] = {}
         self._read_entries(head)
@@ -95,7 +99,10 @@ class DeltaReader:
             StoreError: The file cannot be read.
         """
         if isinstance(source, bytes | bytearray | memoryview):
-            return cls(memoryview(source).cast("B"), "the delta")
+            try:
+                return cls(memoryview(source).cast("B"), "the delta")
+            except TypeError as error:
+                raise InvalidArgument(f"the payload is not contiguous: {error}") from None
         path = Path(source)
         try:
             with path.open("rb") as file:
@@ -115,7 +122,6 @@ class DeltaReader:
     def close(self) -> None:
         """Let go of the data; the map of a file ends with its last reference."""
         self._data = np.empty(0, np.uint8)
-        self._sections = []
         self._attachment_sections = {}
 
     def __enter__(self) -> Self:
@@ -128,6 +134,11 @@ class DeltaReader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def identity(self) -> str:
+        """The digests of head and file: two deltas with the same one have the same bytes."""
+        return self._identity
 
     @property
     def file_bytes(self) -> int:
@@ -165,10 +176,19 @@ class DeltaReader:
         """Whether the container holds the attachment's bytes; else it equals the base's file."""
         return attachment.name in self._attachment_sections
 
-    def _slice_sections(self, head: Head) -> list[np.ndarray]:
-        starts = section_starts(head.index)
-        first = head.sections_start
-        return [self._data[first + start : first + end] for start, end in pairwise(starts)]
+    def stored_bytes(self, attachment: Attachment) -> int | None:
+        """Bytes that the attachment takes in the container; None where it is not carried."""
+        section = self._attachment_sections.get(attachment.name)
+        return None if section is None else section.size
+
+    @property
+    def tables(self) -> list[TableRecord]:
+        """The rate tables, in order."""
+        return list(self._index.tables)
+
+    def _section_at(self, number: int) -> np.ndarray:
+        start, end = self._starts[number : number + 2]
+        return self._data[start:end]
 
     def _read_entries(self, head: Head) -> None:
         at = section = 0
@@ -182,13 +202,12 @@ class DeltaReader:
             if not has_chunk and any(digest != EMPTY_DIGEST for digest in digests):
                 raise Corrupt(f"tensor {record.name!r} is empty, but its digest is of something")
             self._first_section[record.name] = section
-            own = self._sections[section : section + len(record.sizes)]
             section += len(record.sizes)
             if record.group is not None:
-                group_section = self._sections[self._group_section(record.group)]
-                methods = {method_name(int(group_section[0]))} if group_section.size else set()
+                methods = self._methods(range(1), first=self._group_section(record.group))
             else:
-                methods = {method_name(int(data[0])) for data in own if data.size}
+                sized = (number for number, size in enumerate(record.sizes) if size)
+                methods = self._methods(sized, first=self._first_section[record.name])
             self.tensors[record.name] = TensorEntry(
                 name=record.name,
                 dtype=record.dtype,
@@ -197,19 +216,23 @@ class DeltaReader:
                 changed_count=record.changed,
                 byte_count=size,
                 payload_bytes=sum(record.sizes),
-                methods=tuple(sorted(methods)),
+                methods=methods,
                 group=record.group,
                 base_digest=None if record.kind == "full" else digests[0],
                 new_digest=None if record.kind == "removed" else digests[-1],
             )
 
+    def _methods(self, numbers: Iterable[int], first: int) -> tuple[str, ...]:
+        sections = (self._section_at(first + number) for number in numbers)
+        return tuple(sorted({method_name(int(data[0])) for data in sections if data.size}))
+
     def _read_attachments(self, head: Head) -> None:
         records = head.index.attachments
         digests = head.digests[len(head.digests) - len(records) :]
         carried = [record for record in records if record.stored is not None]
-        first = len(self._sections) - len(carried)
-        for record, section in zip(carried, self._sections[first:], strict=True):
-            self._attachment_sections[record.name] = section
+        first = len(self._starts) - 1 - len(carried)
+        for number, record in enumerate(carried, first):
+            self._attachment_sections[record.name] = self._section_at(number)
         self.attachments = [
             Attachment(record.name, record.kind, None, record.size, digest)
             for record, digest in zip(records, digests, strict=True)
@@ -243,10 +266,10 @@ class DeltaReader:
 
     def _section(self, record: TensorRecord, chunk: int) -> np.ndarray:
         if record.group is not None:
-            return self._sections[self._group_section(record.group)]
+            return self._section_at(self._group_section(record.group))
         if not record.sizes:  # an empty tensor
             return np.empty(0, np.uint8)
-        return self._sections[self._first_section[record.name] + chunk]
+        return self._section_at(self._first_section[record.name] + chunk)
 
     def _table(self, dtype: str) -> bytes:
         return self._tables.get(dtype, b"")
