@@ -26,6 +26,7 @@ programs. ``retryable`` is true where the same call may succeed later without a 
 
 from __future__ import annotations
 
+import errno
 from typing import Any, ClassVar
 
 
@@ -162,15 +163,32 @@ class Unavailable(StoreError):
     retryable = True
 
 
+# What space or another device would mend: the same call may succeed later.
+_UNAVAILABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+_OS_HINTS = {
+    errno.EISDIR: "This is a folder; give a file",
+    errno.ENOTDIR: "A part of the path is a file, not a folder; check the path",
+    errno.ENAMETOOLONG: "Choose a shorter name",
+    errno.ELOOP: "A symbolic link is not followed here; give the file itself",
+    errno.EMFILE: "Too many files are open; raise the limit (ulimit -n)",
+    errno.EROFS: "Use a path on a writable file system",
+}
+
+
 def from_os_error(error: OSError, doing: str, path: object) -> StoreError:
     """The ``StoreError`` for an ``OSError`` met while ``doing`` something to ``path``."""
     reason = error.strerror or str(error)
-    cls: type[StoreError] = Unavailable
-    hint = "Free some space or check the device, then run the same command again"
+    cls: type[StoreError] = StoreError
+    hint = _OS_HINTS.get(error.errno or 0, "Check the path and the file system it lies on")
     if isinstance(error, FileNotFoundError):
         cls, hint = NotFound, "Check the path"
     elif isinstance(error, FileExistsError):
         cls, hint = AlreadyExists, "Choose another path or remove it first"
     elif isinstance(error, PermissionError):
         cls, hint = AccessDenied, "Check the owner and mode of the path"
+    elif error.errno == errno.EROFS:
+        cls = AccessDenied
+    elif error.errno in _UNAVAILABLE:
+        cls = Unavailable
+        hint = "Free some space or check the device, then run the same command again"
     return cls(f"{doing} {path}: {reason}", hint=hint, path=str(path), errno=error.errno)

@@ -42,7 +42,7 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
     assert list(Checkpoint.open(write_folder(tmp_path / "m", files)).tensors) == ["a", "b", "c"]
 
 
-def test_links_are_followed_and_hidden_names_skipped(tmp_path: Path) -> None:
+def test_links_are_followed_and_hidden_folders_skipped(tmp_path: Path) -> None:
     blobs = write_folder(tmp_path / "blobs", {"x": pack(ONE), "y": "{}"})
     folder = write_folder(tmp_path / "snapshot", {".hidden": "", ".gitattributes": ""})
     (folder / ".git").mkdir()
@@ -51,7 +51,7 @@ def test_links_are_followed_and_hidden_names_skipped(tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to(folder)
     checkpoint = Checkpoint.open(tmp_path / "current")
     assert list(checkpoint.tensors) == ["a"]
-    assert list(checkpoint.files) == ["config.json"]
+    assert list(checkpoint.files) == [".gitattributes", ".hidden", "config.json"]
 
 
 def test_refuses_what_it_cannot_carry(tmp_path: Path) -> None:
@@ -122,7 +122,20 @@ def test_bad_index(text: str, word: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *["", ".", "..", ".bashrc", "a/b", "/etc/passwd", "../x", "a/../b"],
+        *[
+            "",
+            ".",
+            "..",
+            "...",
+            "..x",
+            ".thinwire",
+            ".THINWIRE-redo",
+            ".a.thinwire-lock",
+            "a/b",
+            "/etc/passwd",
+            "../x",
+            "a/../b",
+        ],
         *["a\\b", "..\\x", "C:x", "a\0b", "a\nb", "\x7f", "a\ud800", "x" * 256, "é" * 128],
     ],
 )
@@ -131,7 +144,8 @@ def test_hostile_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "x" * 255, "模型.json", "a b", "a..b", "~x", "-rf"]
+    "name",
+    ["config.json", ".gitattributes", ".a", "x" * 255, "模型.json", "a b", "a..b", "~x", "-rf"],
 )
 def test_plain_names(name: str) -> None:
     assert name_fault(name) is None

@@ -57,8 +57,8 @@ def changed_header(**fields: object) -> Attachment:
 HOSTILE = {
     name: make_delta(header(), file(name))
     for name in [
-        *["../evil", "/tmp/evil", "a/b", "a\\b", "C:evil", ".thinwire-redo", ".bashrc", ".."],
-        *["a\0b", "a\nb", "x" * 300, "", "."],
+        *["../evil", "/tmp/evil", "a/b", "a\\b", "C:evil", ".thinwire-redo", ".", ".."],
+        *["a\0b", "a\nb", "x" * 300, "", "..x", ".model.safetensors.thinwire-redo"],
     ]
 } | {
     "header outside": make_delta(header(), header(name="../x.safetensors")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +57,62 @@ def test_disk_full_for_real(pair: tuple[Path, Path, Path]) -> None:
     assert run_child(fail_everywhere) == 0
     assert read_folder(base) == before
     assert names_in(base.parent) == siblings
+
+
+@pytest.fixture
+def no_tmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's folder for temporary files is of no use."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+
+
+@pytest.mark.usefixtures("no_tmp")
+def test_the_spool_lies_beside_the_result(pair: tuple[Path, Path, Path]) -> None:
+    base, new, delta = pair
+    diff_checkpoint(base, new, base.with_name("e.tw"))
+    assert base.with_name("e.tw").read_bytes() == delta.read_bytes()
+    assert names_in(base.parent) == ["a", "b", "d.tw", "e.tw"]
+
+
+@pytest.mark.usefixtures("no_tmp")
+def test_no_space_for_the_spool(pair: tuple[Path, Path, Path]) -> None:
+    base, new, _ = pair
+    out = base.with_name("e.tw")
+
+    def fail() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
+        with pytest.raises(Unavailable, match=r"e\.tw.*File too large"):
+            diff_checkpoint(base, new, out)
+
+    assert run_child(fail) == 0
+    assert names_in(base.parent) == ["a", "b", "d.tw"]
+
+
+@pytest.fixture
+def unsynced_names(pair: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that holds the results cannot be made durable."""
+    root, real = pair[0].parent.stat(), os.fsync
+
+    def fail(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), root):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+@pytest.mark.usefixtures("unsynced_names")
+def test_a_name_that_cannot_be_made_durable(pair: tuple[Path, Path, Path]) -> None:
+    base, new, delta = pair
+    siblings = names_in(base.parent)
+    with pytest.raises(Unavailable, match="Input/output"):
+        apply_checkpoint(base, delta, base.with_name("out"))
+    with pytest.raises(Unavailable, match="Input/output"):
+        diff_checkpoint(base, new, base.with_name("e.tw"))
+    assert names_in(base.parent) == siblings
+    with pytest.raises(Unavailable, match="Input/output"):
+        diff_checkpoint(new, base, delta, overwrite=True)
+    apply_in_place(new, delta)
+    assert read_folder(new) == read_folder(base)
 
 
 def test_without_preallocation(

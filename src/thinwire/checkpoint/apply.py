@@ -9,6 +9,7 @@ from pathlib import Path
 from thinwire.checkpoint.disk import (
     create_mapped,
     os_errors,
+    put_in_place,
     remove_quietly,
     sync,
     temporary_sibling,
@@ -17,7 +18,7 @@ from thinwire.checkpoint.disk import (
 from thinwire.checkpoint.file_names import SINGLE_FILE
 from thinwire.checkpoint.folder import Checkpoint
 from thinwire.checkpoint.plan import Plan, PlannedFile, PlannedWeights, base_file_view, plan_result
-from thinwire.codec.delta import Changes, Delta
+from thinwire.codec.delta import ChunkChanges, Delta
 from thinwire.errors import AlreadyExists
 
 DeltaSource = bytes | bytearray | memoryview | os.PathLike[str] | str
@@ -35,7 +36,8 @@ def apply_checkpoint(
 
     ``out`` becomes a folder, or one safetensors file where the delta was made from single files. It
     appears complete, verified and durable, or not at all: everything is built under a hidden name
-    beside it, which only a killed process leaves behind. ``base`` is only read.
+    beside it, which only a killed process leaves behind. ``base`` is only read. A folder gets the
+    files that the delta knows: others of the base, and its subfolders, are not copied.
 
     Args:
         base: The checkpoint that the delta was made from.
@@ -52,19 +54,17 @@ def apply_checkpoint(
     """
     target = Path(out).absolute()
     _refuse_existing(target)
-    opened_base = Checkpoint.open(base)
+    opened_base = Checkpoint.open(base, ignore_subfolders=True)
     temporary = temporary_sibling(target)
     with Delta.open(delta) as opened:
         plan = plan_result(opened_base, opened)
         try:
             _build(opened_base, opened, plan, temporary, workers, on_bytes)
             _refuse_existing(target)
-            with os_errors("cannot write", target):
-                temporary.rename(target)
+            put_in_place(temporary, target)
         except BaseException:
             remove_quietly(temporary)
             raise
-    sync(target.parent)
 
 
 def verify_base(
@@ -87,7 +87,7 @@ def verify_base(
     Raises:
         ApplyError, FormatError, StoreError: As :func:`apply_checkpoint`.
     """
-    opened_base = Checkpoint.open(base)
+    opened_base = Checkpoint.open(base, ignore_subfolders=True)
     with Delta.open(delta) as opened:
         plan_result(opened_base, opened)
         bases = {name: tensor.data for name, tensor in opened_base.tensors.items()}
@@ -96,7 +96,7 @@ def verify_base(
 
 def read_changes(
     base: Checkpoint, delta: Delta, on_bytes: Callable[[int], None] | None
-) -> Iterator[Changes]:
+) -> Iterator[ChunkChanges]:
     """The changed words of every tensor that both sides hold; verified once exhausted."""
     bases = {name: tensor.data for name, tensor in base.tensors.items()}
     unreported = {

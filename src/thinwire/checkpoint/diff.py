@@ -11,16 +11,17 @@ from thinwire.checkpoint.disk import (
     ByteArray,
     map_file,
     os_errors,
+    put_in_place,
     remove_quietly,
-    sync,
     temporary_sibling,
 )
 from thinwire.checkpoint.folder import Checkpoint
 from thinwire.checkpoint.plan import MAX_CARRIED_BYTES
 from thinwire.codec.chunk import Spec
+from thinwire.codec.container import Attachment
 from thinwire.codec.digest import xxh3_64
-from thinwire.codec.write import Attachment, DeltaSummary, Pair, write_delta
-from thinwire.errors import AlreadyExists, InvalidArgument
+from thinwire.codec.write import DeltaSummary, Pair, write_delta
+from thinwire.errors import AlreadyExists, InvalidArgument, LimitExceeded
 
 
 def diff_checkpoint(
@@ -31,13 +32,15 @@ def diff_checkpoint(
     workers: int = 1,
     spec: Spec | None = None,
     overwrite: bool = False,
+    ignore_subfolders: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> DeltaSummary:
     """Write the delta that turns checkpoint ``base`` into checkpoint ``new``, bit for bit.
 
     Both may be a safetensors file or a Hugging Face folder. A tensor that is added, or changed in
-    dtype or shape, is carried in full; one that is gone is recorded. Small files and safetensors
-    headers travel where they differ from the base's. ``out`` appears complete or not at all.
+    dtype or shape, is carried in full; one that is gone is recorded. Small files, also hidden ones,
+    and safetensors headers travel where they differ from the base's. ``out`` appears complete or
+    not at all; its folder needs room for it twice, since it waits there in a temporary file.
 
     Args:
         base: The checkpoint that the receiver holds.
@@ -46,21 +49,28 @@ def diff_checkpoint(
         workers: Threads.
         spec: What to ask of the encoder.
         overwrite: Replace ``out`` where it exists.
+        ignore_subfolders: Leave subfolders out instead of refusing them: what lies in them does not
+            travel. Hidden ones, such as ``.git``, never do.
         on_bytes: Called with the raw bytes of each piece of work done.
 
     Raises:
         AlreadyExists: ``out`` exists and ``overwrite`` is false.
-        InvalidArgument: ``base`` or ``new`` is no checkpoint, its other files are too large, or
+        InvalidArgument: ``base`` or ``new`` is no checkpoint or changed while it was read, or
             ``out`` lies inside it.
-        FormatError: A weights file is malformed.
-        StoreError: A file cannot be read or written; nothing is left behind.
+        FormatError: A weights file is malformed; ``LimitExceeded`` where other files that differ
+            are too large.
+        BaseUnusable: An in-place update of ``base`` or ``new`` was interrupted.
+        StoreError: A file cannot be read or written, or the disk is full. Nothing is left behind,
+            but where ``out`` was to be replaced and only the last step failed, making its name
+            durable, it is the new delta.
     """
     target = Path(out).absolute()
     if os.path.lexists(target) and not overwrite:
         raise AlreadyExists(
             f"{target} exists", hint="Choose another path or ask to overwrite", path=str(target)
         )
-    old_side, new_side = Checkpoint.open(base), Checkpoint.open(new)
+    old_side = Checkpoint.open(base, ignore_subfolders=ignore_subfolders)
+    new_side = Checkpoint.open(new, ignore_subfolders=ignore_subfolders)
     _refuse_inside(target, old_side, new_side)
     pairs = pair_tensors(old_side, new_side)
     attachments = collect_attachments(old_side, new_side)
@@ -69,16 +79,22 @@ def diff_checkpoint(
         with os_errors("cannot write", target), temporary.open("xb") as file:
             stream = cast(BinaryIO, file)
             summary = write_delta(
-                stream, pairs, attachments, spec=spec, workers=workers, on_bytes=on_bytes
+                stream,
+                pairs,
+                attachments,
+                spec=spec,
+                workers=workers,
+                spool_dir=target.parent,
+                on_bytes=on_bytes,
             )
             file.flush()
             os.fsync(file.fileno())
-        with os_errors("cannot write", target):
-            temporary.replace(target)
+        for side in (old_side, new_side):
+            side.check_unchanged()
+        put_in_place(temporary, target, overwrite=overwrite)
     except BaseException:
         remove_quietly(temporary)
         raise
-    sync(target.parent)
     return summary
 
 
@@ -100,7 +116,7 @@ def collect_attachments(base: Checkpoint, new: Checkpoint) -> list[Attachment]:
     """Headers of NEW's weights files, its other files, and the names of those that are gone.
 
     Raises:
-        InvalidArgument: Those that differ from the base's have more than ``MAX_CARRIED_BYTES``.
+        LimitExceeded: Those that differ from the base's have more than ``MAX_CARRIED_BYTES``.
     """
     attachments = []
     for name, file in new.weights.items():
@@ -116,7 +132,7 @@ def collect_attachments(base: Checkpoint, new: Checkpoint) -> list[Attachment]:
         if not _is_same_file(base.files.get(name), view, digest):
             carried_bytes += view.size
             if carried_bytes > MAX_CARRIED_BYTES:
-                raise InvalidArgument(
+                raise LimitExceeded(
                     f"{path} and the files before it have {carried_bytes} bytes that differ from"
                     f" {base.path}; a delta carries {MAX_CARRIED_BYTES}",
                     hint="Move large files that are not safetensors out of the checkpoint",

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from thinwire.errors import AccessDenied, InvalidArgument, StoreError, ThinwireError, from_os_error
+from thinwire.errors import BaseUnusable, InvalidArgument, StoreError, ThinwireError, from_os_error
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -32,17 +32,10 @@ def os_errors(doing: str, path: object) -> Iterator[None]:
     except ThinwireError:
         raise
     except OSError as error:
-        if error.errno == errno.EROFS:
-            raise AccessDenied(
-                f"{doing} {path}: the file system is read-only",
-                hint="Use a path on a writable file system",
-                path=str(path),
-                errno=error.errno,
-            ) from error
         raise from_os_error(error, doing, path) from error
 
 
-def map_file(path: Path) -> ByteArray:
+def map_file(path: Path, *, follow_link: bool = True) -> ByteArray:
     """A read-only view of a whole regular file; it stays mapped for as long as the view lives.
 
     Shrinking the file meanwhile kills the process (SIGBUS), as with any memory map.
@@ -53,7 +46,8 @@ def map_file(path: Path) -> ByteArray:
     """
     with os_errors("cannot read", path):
         # O_NONBLOCK: opening a pipe must not wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(path, flags if follow_link else flags | os.O_NOFOLLOW)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -66,6 +60,53 @@ def map_file(path: Path) -> ByteArray:
         finally:
             os.close(descriptor)
     return np.frombuffer(mapped, np.uint8)
+
+
+def open_unshared(path: Path, flags: int) -> int:
+    """A descriptor of an existing regular file that is nobody else's: no link, no second name.
+
+    Raises:
+        BaseUnusable: It is one of these, or not a regular file.
+        StoreError: It cannot be opened.
+    """
+    check_unshared(path)
+    with os_errors("cannot open", path):
+        # Looked at again once it is open: by then the name may mean another file.
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        _refuse_shared(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_unshared(path: Path) -> os.stat_result:
+    """The status of an existing regular file; errors as :func:`open_unshared`."""
+    with os_errors("cannot read", path):
+        status = path.lstat()
+    _refuse_shared(path, status)
+    return status
+
+
+def shared_error(path: Path, reason: str) -> BaseUnusable:
+    """The refusal to change in place a file that is also, or really, somewhere else."""
+    return BaseUnusable(
+        f"{path} {reason}: changing it in place could change another checkpoint too",
+        hint="Apply the delta to a new path, or replace the file by a copy of its own",
+        path=str(path),
+    )
+
+
+def _refuse_shared(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise shared_error(path, "is a link")
+    if not stat.S_ISREG(status.st_mode):
+        raise BaseUnusable(
+            f"{path} is not a regular file", hint="Move it elsewhere", path=str(path)
+        )
+    if status.st_nlink > 1:
+        raise shared_error(path, f"has {status.st_nlink} names")
 
 
 def create(path: Path) -> int:
@@ -134,10 +175,29 @@ def temporary_sibling(path: Path) -> Path:
     return path.with_name(f".{path.name[:48]}.thinwire-{secrets.token_hex(6)}")
 
 
+def put_in_place(temporary: Path, target: Path, *, overwrite: bool = False) -> None:
+    """Give a finished file or folder its name, durably.
+
+    After an error it does not have that name, except where it replaced another: better the new one,
+    which is whole, than none.
+    """
+    with os_errors("cannot write", target):
+        if overwrite:
+            temporary.replace(target)
+        else:
+            temporary.rename(target)
+    try:
+        sync(target.parent)
+    except StoreError:
+        if not overwrite:
+            remove_quietly(target)
+        raise
+
+
 def remove(path: Path) -> None:
-    """Remove a file or a folder of our own, if it is there."""
+    """Remove a file or a whole folder, if it is there: only under names of thinwire's own."""
     with os_errors("cannot remove", path):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

@@ -18,12 +18,29 @@ def file_path(checkpoint: Path, name: str) -> Path:
     return checkpoint if name == SINGLE_FILE else checkpoint / name
 
 
+def is_weights_name(name: str) -> bool:
+    """Whether a file of a folder holds weights: hidden ones are left-overs of other programs."""
+    return name.endswith(WEIGHTS_SUFFIX) and not name.startswith(".")
+
+
+def is_left_out(name: str) -> bool:
+    """Whether a file is no part of any checkpoint, and no delta may name it.
+
+    Those are thinwire's own, and what NFS keeps of a removed file that is still open.
+    """
+    return name.startswith(".") and (
+        ".thinwire-" in folded(name) or folded(name).startswith((".thinwire", ".nfs0"))
+    )
+
+
 def name_fault(name: str) -> str | None:
-    """What is wrong with a file name, or None: it must be one plain, visible path segment."""
+    """What is wrong with a file name, or None: it must be one plain path segment."""
     if not name:
         return "is empty"
-    if name.startswith("."):
-        return "starts with a dot"
+    if name == "." or name.startswith(".."):
+        return "is a folder's, or starts with two dots"
+    if is_left_out(name):
+        return "is kept for files that are not the checkpoint's"
     if "/" in name or "\\" in name:
         return "has path parts"
     if ":" in name:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from thinwire.checkpoint.disk import map_file, os_errors
 from thinwire.checkpoint.file_names import (
     INDEX_NAME,
     SINGLE_FILE,
     WEIGHTS_SUFFIX,
+    file_path,
     first_clash,
+    is_left_out,
+    is_weights_name,
     name_fault,
 )
 from thinwire.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
@@ -20,6 +24,23 @@ from thinwire.checkpoint.strict_json import parse_object
 from thinwire.errors import BaseUnusable, Corrupt, InvalidArgument
 
 MAX_INDEX_BYTES = 100_000_000
+
+
+class Stamp(NamedTuple):
+    """Tells one state of a file from another; each save and each in-place update changes it."""
+
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> Stamp | None:
+        """The stamp of a file, or None where it cannot be seen."""
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -39,13 +60,21 @@ class Checkpoint:
     weights: Mapping[str, SafetensorsFile]
     files: Mapping[str, Path]
     tensors: Mapping[str, StoredTensor]
+    _stamps: Mapping[Path, Stamp | None] = field(repr=False)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+    def open(cls, path: str | os.PathLike[str], *, ignore_subfolders: bool = False) -> Checkpoint:
         """Open a ``.safetensors`` file or a folder with such files at its top level.
 
         Several weights files are taken together; where ``model.safetensors.index.json`` exists it
-        must agree with them. Names that start with a dot are skipped, symbolic links followed.
+        must agree with them. Symbolic links are followed. Hidden files such as ``.gitattributes``
+        belong to the checkpoint, hidden folders (``.git``, ``.cache``), hidden things that are not
+        regular files, and thinwire's own files do not.
+
+        Args:
+            path: The file or folder.
+            ignore_subfolders: Leave subfolders out instead of refusing them. What lies in them is
+                then in no delta.
 
         Raises:
             NotFound: Nothing is there.
@@ -55,20 +84,18 @@ class Checkpoint:
         """
         with os_errors("cannot open", path):
             resolved = Path(path).resolve(strict=True)
-        if hidden_path(resolved, "redo").exists():
-            raise BaseUnusable(
-                f"{resolved}: an in-place update was interrupted half-way",
-                hint="Call thinwire.checkpoint.recover on it, or apply the delta in place again",
-                path=str(resolved),
-            )
-        if not resolved.is_dir():
+        is_folder = resolved.is_dir()
+        names = _file_names(resolved, ignore_subfolders) if is_folder else [SINGLE_FILE]
+        # First the stamps, then the look at the logs, then the maps: whatever begins or ends after
+        # the stamps shows in them later.
+        redo_logs = _redo_logs(resolved, names)
+        stamps = _take_stamps(resolved, names, redo_logs)
+        _refuse_unfinished(redo_logs)
+        if not is_folder:
             weights = {SINGLE_FILE: SafetensorsFile.open(resolved)}
-            return cls(resolved, False, weights, {}, _all_tensors(weights))
-        names = _visible_files(resolved)
+            return cls(resolved, False, weights, {}, _all_tensors(weights), stamps)
         weights = {
-            name: SafetensorsFile.open(resolved / name)
-            for name in names
-            if name.endswith(WEIGHTS_SUFFIX)
+            name: SafetensorsFile.open(resolved / name) for name in names if is_weights_name(name)
         }
         if not weights:
             raise InvalidArgument(
@@ -80,31 +107,78 @@ class Checkpoint:
         if INDEX_NAME in names:
             _check_index(resolved / INDEX_NAME, weights)
         files = {name: resolved / name for name in names if name not in weights}
-        return cls(resolved, True, weights, files, tensors)
+        return cls(resolved, True, weights, files, tensors, stamps)
+
+    def check_unchanged(self) -> None:
+        """Find out whether what was read is one state: call it when everything was read.
+
+        Raises:
+            InvalidArgument: A file was saved, or an in-place update began or ended, since opening.
+        """
+        for path, stamp in self._stamps.items():
+            if Stamp.of(path) != stamp:
+                raise InvalidArgument(
+                    f"{self.path} changed while it was read: see {path.name}",
+                    hint="Run the same command again when nobody writes to the checkpoint",
+                    path=str(path),
+                )
 
 
 def hidden_path(checkpoint: Path, role: str) -> Path:
     """Where thinwire keeps something of its own for a checkpoint: inside a folder, beside a file.
 
-    ``checkpoint`` has its symbolic links resolved. Readers skip the name: it starts with a dot.
+    ``checkpoint`` has its symbolic links resolved. Readers skip the name: see
+    :func:`is_left_out`.
     """
     if checkpoint.is_dir():
         return checkpoint / f".thinwire-{role}"
     return checkpoint.with_name(f".{checkpoint.name}.thinwire-{role}")
 
 
-def _visible_files(folder: Path) -> list[str]:
-    with os_errors("cannot list", folder), os.scandir(folder) as entries:
-        visible = sorted(
-            (entry for entry in entries if not entry.name.startswith(".")),
-            key=lambda entry: entry.name,
-        )
-        for entry in visible:
+def _redo_logs(checkpoint: Path, names: Iterable[str]) -> dict[Path, Path]:
+    """Where logs of unfinished updates would lie, each with what it would be an update of.
+
+    A weights file may be a checkpoint of its own: so the files in a folder count, and the folder
+    around a file.
+    """
+    updated = [checkpoint]
+    if checkpoint.is_dir():
+        updated += [checkpoint / name for name in names if is_weights_name(name)]
+    else:
+        updated.append(checkpoint.parent)
+    return {hidden_path(path, "redo"): path for path in updated}
+
+
+def _refuse_unfinished(redo_logs: Mapping[Path, Path]) -> None:
+    for redo, updated in redo_logs.items():
+        if os.path.lexists(redo):
+            raise BaseUnusable(
+                f"{updated}: an in-place update was interrupted half-way",
+                hint="Call thinwire.checkpoint.recover on it, or apply the delta in place again",
+                path=str(updated),
+            )
+
+
+def _take_stamps(
+    checkpoint: Path, names: Iterable[str], redo_logs: Iterable[Path]
+) -> dict[Path, Stamp | None]:
+    paths = [file_path(checkpoint, name) for name in names]
+    return {
+        path: Stamp.of(path) for path in [*paths, hidden_path(checkpoint, "staging"), *redo_logs]
+    }
+
+
+def _file_names(folder: Path, ignore_subfolders: bool) -> list[str]:
+    """The names of the files that belong to a checkpoint, sorted."""
+    with os_errors("cannot list", folder), os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+        entries = [entry for entry in entries if not _is_skipped(entry, ignore_subfolders)]
+        for entry in entries:
             if fault := _entry_fault(entry):
                 raise InvalidArgument(
                     f"{folder}: {entry.name!r} {fault[0]}", hint=fault[1], path=str(folder)
                 )
-    names = [entry.name for entry in visible]
+    names = [entry.name for entry in entries]
     if clash := first_clash(names):
         raise InvalidArgument(
             f"{folder}: the names {clash[0]!r} and {clash[1]!r} differ only in case",
@@ -114,10 +188,20 @@ def _visible_files(folder: Path) -> list[str]:
     return names
 
 
+def _is_skipped(entry: os.DirEntry[str], ignore_subfolders: bool) -> bool:
+    if entry.name.startswith(".") and (is_left_out(entry.name) or not entry.is_file()):
+        return True
+    return ignore_subfolders and entry.is_dir()
+
+
 def _entry_fault(entry: os.DirEntry[str]) -> tuple[str, str] | None:
     """What is wrong with an entry of a folder and what to do about it, or None."""
     if entry.is_dir():
-        return "is a subfolder", "Move it elsewhere, or pass the inner folder itself"
+        return (
+            "is a subfolder",
+            "Move it elsewhere, pass the inner folder itself, or leave it out knowingly"
+            " (ignore_subfolders)",
+        )
     if not entry.is_file():
         kind = "is a broken link" if entry.is_symlink() else "is not a regular file"
         return kind, "Remove it or move it elsewhere"

@@ -25,7 +25,15 @@ from thinwire.checkpoint.apply import (
     read_changes,
     write_small_file,
 )
-from thinwire.checkpoint.disk import map_file, os_errors, remove, remove_quietly, sync
+from thinwire.checkpoint.disk import (
+    check_unshared,
+    open_unshared,
+    os_errors,
+    remove,
+    remove_quietly,
+    shared_error,
+    sync,
+)
 from thinwire.checkpoint.file_names import file_path, first_clash
 from thinwire.checkpoint.folder import Checkpoint, hidden_path
 from thinwire.checkpoint.lock import locked
@@ -33,9 +41,8 @@ from thinwire.checkpoint.plan import Plan, PlannedFile, PlannedWeights, is_resul
 from thinwire.checkpoint.redo_log import Block, FileSize, RedoHead, RedoWriter, staged_path
 from thinwire.checkpoint.replay import replay
 from thinwire.codec.delta import Delta
-from thinwire.codec.digest import xxh3_64
 from thinwire.codec.dtypes import dtype_named
-from thinwire.errors import ApplyError, BaseUnusable, InvalidArgument
+from thinwire.errors import ApplyError, InvalidArgument
 
 Recovery = Literal["clean", "discarded", "finished"]
 
@@ -62,6 +69,9 @@ def apply_in_place(
 ) -> None:
     """Turn ``checkpoint`` itself into the one that ``delta`` describes, crash-safe.
 
+    A folder's files that the delta does not know, say logs, and its subfolders are left alone: so
+    afterwards it may hold more than the checkpoint that the delta was made to.
+
     Needs disk space for a redo log of 6 bytes per changed BF16 weight. Where a weights file's
     header changes, or a tensor is carried in full, all weights files are rebuilt beside the old
     ones and swapped in; that needs the space of a second checkpoint.
@@ -86,12 +96,13 @@ def apply_in_place(
     """
     path = _real_path(checkpoint)
     with Delta.open(delta) as opened, locked(hidden_path(path, "lock")):
-        identity = _identity(delta)
-        if _settle(path)[1] == identity:
+        finished = _settle(path) == "finished"
+        base = Checkpoint.open(path, ignore_subfolders=True)
+        # Not what the log said of itself: whether this is the result shows in the files.
+        if finished and is_result(base, opened):
             return
-        base = Checkpoint.open(path)
         try:
-            is_staged = _prepare(base, opened, identity, workers, on_bytes)
+            is_staged = _prepare(base, opened, workers, on_bytes)
         except ApplyError:
             if is_result(base, opened):
                 return
@@ -113,7 +124,7 @@ def recover(checkpoint: str | os.PathLike[str]) -> Recovery:
     """
     path = _real_path(checkpoint)
     with locked(hidden_path(path, "lock")):
-        return _settle(path)[0]
+        return _settle(path)
 
 
 def _real_path(checkpoint: str | os.PathLike[str]) -> Path:
@@ -121,34 +132,28 @@ def _real_path(checkpoint: str | os.PathLike[str]) -> Path:
     with os_errors("cannot open", path):
         resolved = path.resolve(strict=True)
     if path.is_symlink() and not resolved.is_dir():
-        raise _shared(path, "is a link")
+        raise shared_error(path, "is a link")
     return resolved
 
 
-def _identity(delta: DeltaSource) -> str:
-    data = delta if isinstance(delta, bytes | bytearray | memoryview) else map_file(Path(delta))
-    return f"{xxh3_64(data):016x}"
-
-
-def _settle(path: Path) -> tuple[Recovery, str | None]:
-    """Bring a locked checkpoint into a whole state; also returns which delta was finished."""
+def _settle(path: Path) -> Recovery:
+    """Bring a locked checkpoint into a whole state."""
     staging, redo = hidden_path(path, "staging"), hidden_path(path, "redo")
-    discarded = staging.exists()
+    discarded = os.path.lexists(staging)
     remove(staging)
-    if not redo.exists():
-        return ("discarded" if discarded else "clean"), None
-    delta = replay(path, redo)
+    if not os.path.lexists(redo):
+        return "discarded" if discarded else "clean"
+    replay(path, redo)
     with os_errors("cannot rename", redo):
         redo.rename(staging)
     sync(staging.parent)
     remove_quietly(staging)
-    return "finished", delta
+    return "finished"
 
 
 def _prepare(
     base: Checkpoint,
     delta: Delta,
-    identity: str,
     workers: int,
     on_bytes: Callable[[int], None] | None,
 ) -> bool:
@@ -159,7 +164,7 @@ def _prepare(
     try:
         with os_errors("cannot create", staging):
             staging.mkdir()
-        _stage(base, delta, update, identity, staging, workers, on_bytes)
+        _stage(base, delta, update, staging, workers, on_bytes)
         if update.is_empty:
             remove(staging)
             return False
@@ -187,9 +192,11 @@ def _plan_update(base: Checkpoint, delta: Delta, plan: Plan) -> _Update:
         or any(entry.kind in ("full", "removed") for entry in delta.tensors.values())
     )
     removed = removed_weights + [name for name in plan.removed if name in base.files]
-    if clash := first_clash([*names, *(file.name for file in plan.files), *removed]):
+    # Files that the delta does not know stay, so their names count too.
+    known = [*names, *(file.name for file in plan.files)]
+    if clash := first_clash(dict.fromkeys([*base.weights, *base.files, *known])):
         raise InvalidArgument(
-            f"{base.path}: the update makes {clash[0]!r} and removes {clash[1]!r}, which differ"
+            f"{base.path}: it has {clash[0]!r} and the update makes {clash[1]!r}: the names differ"
             " only in case",
             hint="Apply it to a new path instead of in place",
             path=str(base.path),
@@ -206,31 +213,18 @@ def _plan_update(base: Checkpoint, delta: Delta, plan: Plan) -> _Update:
 
 def _check_writable(base: Checkpoint, update: _Update) -> None:
     """Find out before any work whether the files can be written, and are nobody else's."""
-    for file in update.patched:
-        path = file_path(base.path, file.name)
-        if path.is_symlink():
-            raise _shared(path, "is a link")
-        with os_errors("cannot write", path):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            link_count = os.fstat(descriptor).st_nlink
-            os.close(descriptor)
-        if link_count > 1:
-            raise _shared(path, f"has {link_count} names")
-
-
-def _shared(path: Path, reason: str) -> BaseUnusable:
-    return BaseUnusable(
-        f"{path} {reason}: changing it in place would change another checkpoint too",
-        hint="Apply the delta to a new path, or replace the file by a copy of its own",
-        path=str(path),
-    )
+    for weights in update.patched:
+        os.close(open_unshared(file_path(base.path, weights.name), os.O_WRONLY))
+    for name in [file.name for file in update.rebuilt] + [file.name for file in update.files]:
+        path = file_path(base.path, name)
+        if os.path.lexists(path):
+            check_unshared(path)
 
 
 def _stage(
     base: Checkpoint,
     delta: Delta,
     update: _Update,
-    identity: str,
     staging: Path,
     workers: int,
     on_bytes: Callable[[int], None] | None,
@@ -240,7 +234,7 @@ def _stage(
     replaced += [FileSize(file.name, file.attachment.size) for file in update.files]
     patched = [FileSize(file.name, file.header.file_bytes) for file in update.patched]
     paths = {file.name: staged_path(staging, number) for number, file in enumerate(replaced)}
-    with RedoWriter(staging, RedoHead(identity, patched, replaced, update.removed)) as log:
+    with RedoWriter(staging, RedoHead(delta.identity, patched, replaced, update.removed)) as log:
         if update.rebuilt:
             build_weights(base, delta, update.rebuilt, paths, workers=workers, on_bytes=on_bytes)
         else:

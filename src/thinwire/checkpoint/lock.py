@@ -34,7 +34,9 @@ def locked(path: Path) -> Iterator[None]:
 
 def _acquire(path: Path) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        # A link that came with the checkpoint must not make or lock a file elsewhere.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_current(descriptor, path):
@@ -55,7 +57,7 @@ def _acquire(path: Path) -> int:
 def _is_current(descriptor: int, path: Path) -> bool:
     """Whether the locked file is still the one of that name."""
     try:
-        found = path.stat()
+        found = path.lstat()
     except FileNotFoundError:
         return False
     return os.path.samestat(os.fstat(descriptor), found)

@@ -8,16 +8,16 @@ from typing import NamedTuple
 from thinwire.checkpoint.disk import ByteArray, map_file
 from thinwire.checkpoint.file_names import (
     SINGLE_FILE,
-    WEIGHTS_SUFFIX,
     file_path,
     first_clash,
+    is_weights_name,
     name_fault,
 )
 from thinwire.checkpoint.folder import Checkpoint
 from thinwire.checkpoint.safetensors_file import Header, check_header_bytes, parse_header
+from thinwire.codec.container import Attachment
 from thinwire.codec.delta import Delta
 from thinwire.codec.digest import tensor_digest, xxh3_64
-from thinwire.codec.write import Attachment
 from thinwire.errors import BaseMismatch, Corrupt, LimitExceeded, TensorMismatch
 
 # Files that are not weights and travel in the delta, all together: they are held in memory.
@@ -139,7 +139,7 @@ def _check_names(
     for attachment in [*headers, *files, *removed]:
         if fault := name_fault(attachment.name):
             raise _unsound(f"the file name {attachment.name[:80]!r} {fault}")
-        if attachment.name.endswith(WEIGHTS_SUFFIX) != (attachment.kind == "header"):
+        if is_weights_name(attachment.name) != (attachment.kind == "header"):
             raise _unsound(f"the file {attachment.name!r} cannot be of kind {attachment.kind!r}")
     if clash := first_clash(attachment.name for attachment in [*headers, *files]):
         raise _unsound(f"the file names {clash[0]!r} and {clash[1]!r} differ only in case")

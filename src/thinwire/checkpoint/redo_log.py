@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from thinwire.checkpoint.disk import ByteArray, create, map_file, os_errors, write_all
 from thinwire.checkpoint.file_names import SINGLE_FILE, name_fault
-from thinwire.codec.digest import xxh3_64
+from thinwire.codec.digest import CHUNK_WORDS, xxh3_64
 from thinwire.errors import ChecksumMismatch, FormatError, Truncated
 
 LOG_NAME = "log"
@@ -48,7 +48,7 @@ class RedoHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an update does besides the blocks.
 
     Attributes:
-        delta: Digest of the whole delta, in hexadecimal.
+        delta: Identity of the delta, for whoever looks into the log.
         patched: The files that blocks name by number; their size does not change.
         replaced: The files that ``new-0``, ``new-1``, ... become.
         removed: The files that go.
@@ -61,7 +61,10 @@ class RedoHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Block(NamedTuple):
-    """Words to write: ``positions`` rise and count words of ``word_bytes`` from byte ``offset``."""
+    """Words to write: ``positions`` count words of ``word_bytes`` from byte ``offset``.
+
+    They rise and are below ``CHUNK_WORDS``.
+    """
 
     file_number: int
     offset: int
@@ -125,7 +128,9 @@ class RedoLog:
             StoreError: It cannot be read.
         """
         self._path = folder / LOG_NAME
-        self._data = map_file(self._path)
+        if folder.is_symlink():
+            raise FormatError(f"{folder} is a link")
+        self._data = map_file(self._path, follow_link=False)
         self._end = self._data.size - _DIGEST.size
         first = len(MAGIC) + _HEAD_BYTES.size
         if self._end < first:
@@ -171,6 +176,9 @@ class RedoLog:
         if count:
             if (positions[1:] <= positions[:-1]).any():
                 raise self._unsound(start, "has positions that do not rise")
+            # What is between them is read at once when the block is replayed.
+            if positions[-1] >= CHUNK_WORDS:
+                raise self._unsound(start, f"has words {CHUNK_WORDS} or further apart")
             if offset + (int(positions[-1]) + 1) * word_bytes > self.head.patched[number].size:
                 raise self._unsound(start, "reaches beyond the end of its file")
         return Block(number, offset, word_bytes, positions, self._data[words_at:after]), after
