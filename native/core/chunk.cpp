@@ -63,8 +63,7 @@ const Kernels* kernels_named(const char* name) {
     return runs ? &kAvx512Kernels : nullptr;
   }
   if (std::strcmp(name, "avx2") == 0) {
-    const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-                      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt");
+    const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
     return runs ? &kAvx2Kernels : nullptr;
   }
 #endif

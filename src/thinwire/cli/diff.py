@@ -23,6 +23,10 @@ def diff(
         int, typer.Option(min=1, max=19, help="For what class coding does not suit.")
     ] = 3,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    ignore_subfolders: Annotated[
+        bool,
+        typer.Option("--ignore-subfolders", help="Leave out folders inside BASE and NEW."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write the delta that turns BASE into NEW, bit for bit.
@@ -35,7 +39,7 @@ def diff(
         from thinwire.codec.chunk import Spec
 
         start_s = time.perf_counter()
-        tensors = Checkpoint.open(new).tensors.values()
+        tensors = Checkpoint.open(new, ignore_subfolders=ignore_subfolders).tensors.values()
         with byte_progress("diff", sum(tensor.data.size for tensor in tensors)) as on_bytes:
             summary = diff_checkpoint(
                 base,
@@ -44,6 +48,7 @@ def diff(
                 workers=worker_count(workers),
                 spec=Spec(zstd_level=zstd_level),
                 overwrite=overwrite,
+                ignore_subfolders=ignore_subfolders,
                 on_bytes=on_bytes,
             )
         wall_s = time.perf_counter() - start_s
