@@ -287,7 +287,8 @@ def _check_name(name: str, seen: set[str]) -> None:
 
 def _check_tensor(tensor: TensorRecord, group_count: int) -> None:
     where = f"tensor {tensor.name!r}"
-    words = byte_count(tensor.dtype, tensor.shape) // dtype_named(tensor.dtype).word_bytes
+    size = byte_count(tensor.dtype, tensor.shape)
+    words = size // dtype_named(tensor.dtype).word_bytes
     if tensor.changed < 0 or tensor.changed > words:
         raise Corrupt(f"{where} has {words} words and names {tensor.changed} changed")
     if any(size < 0 for size in tensor.sizes):
@@ -305,7 +306,6 @@ def _check_tensor(tensor: TensorRecord, group_count: int) -> None:
         raise Corrupt(f"{where} has {words} words in {len(tensor.sizes)} sections")
     if tensor.kind == "full" and 0 in tensor.sizes:
         raise Corrupt(f"{where} is carried in full with an empty section")
-    size = byte_count(tensor.dtype, tensor.shape)
     if tensor.kind == "full" and size > sum(tensor.sizes) * MAX_SECTION_RATIO:
         raise LimitExceeded(f"{where} would unpack to {size} bytes from {sum(tensor.sizes)}")
 

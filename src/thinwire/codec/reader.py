@@ -251,7 +251,7 @@ class DeltaReader:
         """Of a tensor that stands alone; 0 for an empty one, and 1 for a member of a group."""
         if record.group is not None:
             return 1
-        return -(-byte_count(record.dtype, record.shape) // self._chunk_bytes(record.dtype))
+        return -(-self.tensors[record.name].byte_count // self._chunk_bytes(record.dtype))
 
     def _chunk_bytes(self, dtype: str) -> int:
         return CHUNK_WORDS * dtype_named(dtype).word_bytes
