@@ -5,8 +5,8 @@ SECONDS ?= 600
 WORKERS ?= 1
 
 PY := .venv/bin/python
-EXTRAS := test,check$(if $(filter 1,$(TORCH)),$(comma)bench)
 comma := ,
+EXTRAS := test,check$(if $(filter 1,$(TORCH)),$(comma)bench)
 NATIVE := $(wildcard native/core/* native/binding/*) CMakeLists.txt
 
 .PHONY: help demo test check bench bars fuzz venv format clean

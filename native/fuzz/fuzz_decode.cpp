@@ -65,6 +65,13 @@ void keep_current() {
   std::fprintf(stderr, "reproduce: fuzz_decode %s\n", path);
 }
 
+}  // namespace
+
+// UBSan calls this at each report, and not the death callback. No effect where it is not linked in.
+extern "C" void __ubsan_on_report() { keep_current(); }
+
+namespace {
+
 void on_signal(int number) {
   std::fprintf(stderr, "FINDING: %s\n",
                number == SIGALRM ? "a case takes too long" : "the process was stopped by a signal");
