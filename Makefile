@@ -53,7 +53,7 @@ bars: venv
 	$(PY) benchmarks/bars.py .bench/corpus --json .bench/bars.json
 
 fuzz: venv
-	-$(PY) -m pip install --quiet --disable-pip-version-check '.[fuzz]'
+	-$(PY) -m pip install --quiet --disable-pip-version-check atheris
 	$(PY) fuzz/run.py --seconds $(SECONDS)
 
 clean:

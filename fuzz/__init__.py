@@ -1,0 +1,1 @@
+"""Hostile input for everything that reads bytes from elsewhere; `fuzz/run.py` runs it."""

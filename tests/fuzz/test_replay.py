@@ -1,0 +1,96 @@
+"""Everything that fuzzing once found stays found, and a short repeatable stretch of new inputs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fuzz.container import BASES
+from fuzz.loop import run_random
+from fuzz.target import CORPUS, Finding, bounded_memory, run_bounded
+from fuzz.targets import TARGETS
+
+import thinwire
+from thinwire.checkpoint.strict_json import parse_object
+
+ROOT = CORPUS.parents[1]
+# About half a second each.
+ITERATIONS = {"container": 400, "safetensors": 1500, "weight_index": 500, "redo_log": 1500}
+MAX_FILE_BYTES = 4000
+MAX_CORPUS_BYTES = 200_000
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [(name, path) for name, target in TARGETS.items() for path in target.corpus()],
+    ids=lambda value: value.name if isinstance(value, Path) else value,
+)
+def test_corpus(name: str, path: Path) -> None:
+    run_bounded(TARGETS[name], path.read_bytes())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_random_inputs(name: str, tmp_path: Path) -> None:
+    count = ITERATIONS[name]
+    assert run_random(TARGETS[name], 1, lambda iteration: iteration < count, tmp_path) == count
+
+
+def test_corpus_is_small() -> None:
+    sizes = [path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()]
+    assert max(sizes) <= MAX_FILE_BYTES
+    assert sum(sizes) <= MAX_CORPUS_BYTES
+
+
+def test_every_seed_is_taken() -> None:
+    """A target that refuses its own seeds would only ever test the first check."""
+    for name in ("seed-array", "seed-large", "seed-mixed", "seed-kinds"):
+        thinwire.decode_tensors(BASES, (CORPUS / "container" / name).read_bytes())
+
+
+def test_memory_bound_holds() -> None:
+    with pytest.raises((MemoryError, Finding)), bounded_memory(64 << 20):
+        np.ones(256 << 20, np.uint8)
+
+
+def test_a_key_twice_among_many() -> None:
+    """Once took time in the square of the keys: hours for a header of some megabytes."""
+    keys = ",".join(f'"{number}":0' for number in range(300_000))
+    with pytest.raises(ValueError, match="twice"):
+        parse_object(f'{{{keys},"299999":1}}'.encode())
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", "<u8"])
+def test_arrays_at_odd_addresses(dtype: str) -> None:
+    """Tensors of a mapped file begin wherever its header ends."""
+    random = np.random.default_rng(1)
+    for offset in range(1, np.dtype(dtype).itemsize):
+        memory = random.integers(0, 256, 40_000 + offset, np.uint8)
+        base = memory[offset:].view(dtype)
+        new = base.copy()
+        new[::50] ^= 1
+        payload = thinwire.encode(base, new)
+        assert payload == thinwire.encode(base.copy(), new)
+        assert np.array_equal(thinwire.decode(base, payload), new)
+        thinwire.decode_into(base, payload)
+        assert np.array_equal(base, new)
+
+
+def test_native_harness(tmp_path: Path) -> None:
+    if not shutil.which("cmake") or not shutil.which(os.environ.get("CXX", "c++")):
+        pytest.skip("the native harness needs cmake and a C++ compiler")
+    # Without the sanitizers, which take minutes to build; kept, so that the next run is quick.
+    build = ROOT / "build" / "fuzz-plain"
+    if not os.access(ROOT, os.W_OK):
+        build = tmp_path / "build"
+    configure = ["cmake", "-S", str(ROOT), "-B", str(build)]
+    subprocess.run(configure, check=True, capture_output=True)
+    command = ["cmake", "--build", str(build), "--target", "fuzz_decode", "--parallel", "2"]
+    subprocess.run(command, check=True, capture_output=True)
+    harness = [build / "fuzz_decode", "--iterations", "400", "--seed", "1", "--keep", tmp_path]
+    done = subprocess.run([*harness, CORPUS / "native"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "400 iterations" in done.stdout
