@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <memory>
@@ -172,9 +173,9 @@ void swap_words(const std::vector<std::tuple<MutableBytes, Positions, MutableByt
     if (word_bytes != 1 && word_bytes != 2 && word_bytes != 4 && word_bytes != 8)
       throw nb::value_error("word_bytes must be 1, 2, 4 or 8");
     if (words.size() != positions.size() * word_bytes) throw nb::value_error("as many words as positions are needed");
-    for (size_t i = 0; i < positions.size(); ++i) {
-      if (positions.data()[i] >= base.size() / word_bytes) throw nb::value_error("a position lies outside the base");
-    }
+    uint32_t last = 0;
+    for (size_t i = 0; i < positions.size(); ++i) last = std::max(last, positions.data()[i]);
+    if (positions.size() && last >= base.size() / word_bytes) throw nb::value_error("a position lies outside the base");
   }
   nb::gil_scoped_release release;
   for (const auto& [base, positions, words, word_bytes] : items) {

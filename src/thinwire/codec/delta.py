@@ -188,16 +188,25 @@ class Delta(DeltaReader):
     def _group_changes(
         self, members: Sequence[TensorRecord], bases: Bases
     ) -> Iterator[ChunkChanges]:
-        news = {record.name: np.empty_like(bases[record.name]) for record in members}
-        for name, digest, _ in self._decode_group(members, bases, news):
-            self._check_digests(self.tensors[name], [digest], bases)
-        word_bytes = dtype_named(members[0].dtype).word_bytes
-        for name, new in news.items():
-            old_words, new_words = (a.reshape(-1, word_bytes) for a in (bases[name], new))
-            positions = np.flatnonzero((old_words != new_words).any(axis=1)).astype("<u4")
-            if positions.size:
-                words = new_words[positions].reshape(-1)
-                yield ChunkChanges(name, 0, positions, words, word_bytes)
+        row = dtype_named(members[0].dtype)
+        base = np.concatenate([bases[record.name] for record in members])
+        found = decode_changes(row, self._table(row.name), base, self._section(members[0], 0))
+        positions, words = found[:2] if found else (np.empty(0, "<u4"), np.empty(0, np.uint8))
+        changed = words.reshape(-1, row.word_bytes)
+        base.reshape(-1, row.word_bytes)[positions] = changed
+        ends = np.cumsum([self.tensors[record.name].byte_count for record in members])
+        starts = np.concatenate([[0], ends[:-1]])
+        cuts = np.searchsorted(positions, np.concatenate([[0], ends // row.word_bytes]))
+        for number, record in enumerate(members):
+            new = base[starts[number] : ends[number]]
+            digest = tensor_digest(row.name, new) if found else None
+            self._check_digests(self.tensors[record.name], [digest], bases)
+            own = slice(cuts[number], cuts[number + 1])
+            if own.start < own.stop:
+                first_word = np.uint32(starts[number] // row.word_bytes)
+                own_words = changed[own].reshape(-1)
+                at = positions[own] - first_word
+                yield ChunkChanges(record.name, 0, at, own_words, row.word_bytes)
 
     def _checked_out(self, entry: TensorEntry, out: np.ndarray | None) -> np.ndarray | None:
         if out is None:
