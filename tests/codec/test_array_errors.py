@@ -124,3 +124,14 @@ def test_a_path_is_no_payload(tmp_path: Any) -> None:
     for payload in (str(path), path, np.frombuffer(path.read_bytes(), np.uint8)):
         with pytest.raises(InvalidArgument):
             thinwire.decode(base, payload)
+
+
+def test_a_base_that_is_the_new_one_is_told_so() -> None:
+    base = np.arange(1000, dtype=np.uint16)
+    new = base ^ np.uint16(1)
+    payload = thinwire.encode(base, new)
+    thinwire.decode_into(base, payload)
+    with pytest.raises(BaseMismatch, match="applied already") as caught:
+        thinwire.decode_into(base, payload)
+    assert "the array" in caught.value.message
+    assert np.array_equal(base, new)

@@ -65,9 +65,18 @@ def diff_checkpoint(
             durable, it is the new delta.
     """
     target = Path(out).absolute()
-    if os.path.lexists(target) and not overwrite:
+    exists = os.path.lexists(target)
+    if exists and (target.is_symlink() or not target.is_file()):
+        raise InvalidArgument(
+            f"{target} is a link, a folder or a device, not a file",
+            hint="Choose another path",
+            path=str(target),
+        )
+    if exists and not overwrite:
         raise AlreadyExists(
-            f"{target} exists", hint="Choose another path or ask to overwrite", path=str(target)
+            f"{target} exists",
+            hint="Choose another path, or pass overwrite=True (--overwrite)",
+            path=str(target),
         )
     old_side = Checkpoint.open(base, ignore_subfolders=ignore_subfolders)
     new_side = Checkpoint.open(new, ignore_subfolders=ignore_subfolders)

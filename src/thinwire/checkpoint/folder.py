@@ -154,7 +154,7 @@ def _refuse_unfinished(redo_logs: Mapping[Path, Path]) -> None:
         if os.path.lexists(redo):
             raise BaseUnusable(
                 f"{updated}: an in-place update was interrupted half-way",
-                hint="Call thinwire.checkpoint.recover on it, or apply the delta in place again",
+                hint="Run `thinwire apply BASE DELTA --in-place` again, or thinwire.recover(BASE)",
                 path=str(updated),
             )
 
@@ -199,8 +199,8 @@ def _entry_fault(entry: os.DirEntry[str]) -> tuple[str, str] | None:
     if entry.is_dir():
         return (
             "is a subfolder",
-            "Move it elsewhere, pass the inner folder itself, or leave it out knowingly"
-            " (ignore_subfolders)",
+            "Move it elsewhere, pass the inner folder itself, or leave subfolders out"
+            " (ignore_subfolders=True, --ignore-subfolders)",
         )
     if not entry.is_file():
         kind = "is a broken link" if entry.is_symlink() else "is not a regular file"

@@ -94,7 +94,8 @@ def encode(base: Any, new: Any, *, spec: Spec | None = None, dtype: str | None =
     if (before.dtype, before.shape) != (after.dtype, after.shape):
         raise TensorMismatch(
             f"base is {before.dtype} of shape {list(before.shape)}, new is {after.dtype} of shape "
-            f"{list(after.shape)}"
+            f"{list(after.shape)}",
+            hint="Cast or reshape so that both match, or carry it whole with encode_tensors",
         )
     out = io.BytesIO()
     pair = Pair(ARRAY_NAME, after.dtype, after.shape, before.data, after.data)

@@ -280,10 +280,14 @@ class Delta(DeltaReader):
                 continue
             actual = tensor_digest(self.tensors[name].dtype, bases[name])
             if actual != expected:
+                is_new = actual == self.tensors[name].new_digest
                 raise BaseMismatch(
-                    f"tensor {name!r}: the base has digest {actual:016x}, the delta was made from "
-                    f"{expected:016x}",
-                    hint="Apply the delta to the checkpoint it was made from; nothing was changed",
+                    f"{f'tensor {name!r}' if name else 'the array'}: the base has digest "
+                    f"{actual:016x}, the delta was made from {expected:016x}",
+                    hint="That is what the delta makes of it: it was applied already, or base and "
+                    "new were swapped when it was made; nothing was changed"
+                    if is_new
+                    else "Apply the delta to the checkpoint it was made from; nothing was changed",
                     tensor=name,
                     expected_digest=f"{expected:016x}",
                     actual_digest=f"{actual:016x}",
