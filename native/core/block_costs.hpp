@@ -40,6 +40,8 @@ TW_INLINE void count_fields(const W* base, size_t count, const Layout& layout, u
 
 template <class W>
 TW_INLINE uint32_t cost_of(W word, const Layout& layout, const Costs& costs) {
+  // Only F64 has a field of more than a byte.
+  if constexpr (sizeof(W) < 8) return costs.by_field[field_of(word, layout) & 255];
   return costs.cost[class_of_field(field_of(word, layout), costs.top)];
 }
 

@@ -41,6 +41,7 @@ void make_costs(const RateTable& table, int rate_shift, Costs& out) {
   while ((most + (1u << (7 + out.scale_shift))) >> (8 + out.scale_shift) > 0xFFFF) ++out.scale_shift;
   const int cut = 8 + out.scale_shift;
   for (int c = 0; c < kClassCount; ++c) out.cost[c] = static_cast<uint16_t>((cost24[c] + (1u << (cut - 1))) >> cut);
+  for (uint32_t field = 0; field < 256; ++field) out.by_field[field] = out.cost[class_of_field(field, out.top)];
   for (int i = 0; i < 64; ++i) {
     out.low[i] = static_cast<uint8_t>(out.cost[i % kClassCount]);
     out.high[i] = static_cast<uint8_t>(out.cost[i % kClassCount] >> 8);

@@ -50,6 +50,7 @@ struct Costs {
   uint16_t top;
   int scale_shift;  // 16 - unit_bits: brings a cost to units of 2^-16 bits
   alignas(64) uint16_t cost[kClassCount];
+  uint16_t by_field[256];       // the same by class field, where that has a byte
   alignas(64) uint8_t low[64];  // bytes of cost[], repeated to fill a register
   alignas(64) uint8_t high[64];
 };
