@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from thinwire import diff_checkpoint
+from thinwire import apply_checkpoint, diff_checkpoint
 from thinwire.errors import AlreadyExists, InvalidArgument
 
 
@@ -33,3 +33,13 @@ def test_only_regular_files_are_replaced(tmp_path: Path, kind: str, overwrite: b
         diff_checkpoint(base, new, target, overwrite=overwrite)
     assert target.lstat() == before
     assert not precious.exists() or precious.read_text() == "keep"
+
+
+def test_nothing_is_built_inside_the_base(tmp_path: Path) -> None:
+    for name, value in (("a", 0), ("b", 1)):
+        (tmp_path / name).mkdir()
+        save_file({"w": np.full(8, value, np.float32)}, tmp_path / name / "model.safetensors")
+    diff_checkpoint(tmp_path / "a", tmp_path / "b", tmp_path / "d.tw")
+    with pytest.raises(InvalidArgument, match="part of the checkpoint"):
+        apply_checkpoint(tmp_path / "a", tmp_path / "d.tw", tmp_path / "a" / "out")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["model.safetensors"]

@@ -16,7 +16,7 @@ from thinwire.checkpoint.disk import (
     write_file,
 )
 from thinwire.checkpoint.file_names import SINGLE_FILE
-from thinwire.checkpoint.folder import Checkpoint
+from thinwire.checkpoint.folder import Checkpoint, refuse_inside
 from thinwire.checkpoint.plan import Plan, PlannedFile, PlannedWeights, base_file_view, plan_result
 from thinwire.codec.delta import ChunkChanges, Delta
 from thinwire.errors import AlreadyExists
@@ -55,6 +55,7 @@ def apply_checkpoint(
     target = Path(out).absolute()
     _refuse_existing(target)
     opened_base = Checkpoint.open(base, ignore_subfolders=True)
+    refuse_inside(target, opened_base)
     temporary = temporary_sibling(target)
     with Delta.open(delta) as opened:
         plan = plan_result(opened_base, opened)

@@ -15,7 +15,7 @@ from thinwire.checkpoint.disk import (
     remove_quietly,
     temporary_sibling,
 )
-from thinwire.checkpoint.folder import Checkpoint
+from thinwire.checkpoint.folder import Checkpoint, refuse_inside
 from thinwire.checkpoint.plan import MAX_CARRIED_BYTES
 from thinwire.codec.chunk import Spec
 from thinwire.codec.container import Attachment
@@ -80,7 +80,7 @@ def diff_checkpoint(
         )
     old_side = Checkpoint.open(base, ignore_subfolders=ignore_subfolders)
     new_side = Checkpoint.open(new, ignore_subfolders=ignore_subfolders)
-    _refuse_inside(target, old_side, new_side)
+    refuse_inside(target, old_side, new_side)
     pairs = pair_tensors(old_side, new_side)
     attachments = collect_attachments(old_side, new_side)
     temporary = temporary_sibling(target)
@@ -153,16 +153,6 @@ def collect_attachments(base: Checkpoint, new: Checkpoint) -> list[Attachment]:
         if name not in new.files:
             attachments.append(Attachment(name, "removed", None, 0, xxh3_64(b"")))
     return attachments
-
-
-def _refuse_inside(target: Path, *checkpoints: Checkpoint) -> None:
-    for checkpoint in checkpoints:
-        if checkpoint.is_folder and target.parent.resolve() == checkpoint.path:
-            raise InvalidArgument(
-                f"{target} would become one of the files of {checkpoint.path}",
-                hint="Write the delta outside the checkpoint folders",
-                path=str(target),
-            )
 
 
 def _is_same_file(path: Path | None, other: ByteArray, digest: int) -> bool:

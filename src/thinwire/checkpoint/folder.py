@@ -263,3 +263,14 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 def _bad_index(path: Path, reason: str) -> Corrupt:
     message = f"{path}: not an index of weights files: {reason}"
     return Corrupt(message, hint="Fetch the index again", path=str(path))
+
+
+def refuse_inside(target: Path, *checkpoints: Checkpoint) -> None:
+    """Raise InvalidArgument if ``target`` would become a part of a checkpoint's folder."""
+    for checkpoint in checkpoints:
+        if checkpoint.is_folder and target.parent.resolve() == checkpoint.path:
+            raise InvalidArgument(
+                f"{target} would become a part of the checkpoint {checkpoint.path}",
+                hint="Write it outside the checkpoint's folder",
+                path=str(target),
+            )
