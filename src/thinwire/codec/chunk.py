@@ -24,7 +24,8 @@ MAX_TABLES = 128
 PLANES = 0xFE
 RAW = 0xFF
 # A class-coded chunk below this share of its raw bytes is kept without trying the general methods:
-# in 22,000 chunks of real and synthetic deltas none of them came within a factor of two there.
+# in 441 such chunks (MiniLM steps, 14 steps merged, bit flips with no regard to class) the smallest
+# of them took at least 1.24 times as many bytes.
 _CLASS_WINS_BELOW = 1 / 8
 
 
