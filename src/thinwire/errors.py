@@ -14,11 +14,20 @@
     |  |- BaseMismatch                   the base holds other weights than the delta was made from
     |  |- TensorMismatch                 a tensor is missing, or differs in dtype or shape
     |  `- BaseUnusable                   the base cannot be trusted or written now
-    `- StoreError (OSError)              reading or writing files failed
-       |- NotFound (FileNotFoundError)
-       |- AlreadyExists (FileExistsError)
-       |- AccessDenied (PermissionError)
-       `- Unavailable                    no space, or the device failed
+    |- StoreError (OSError)              reading or writing files or objects failed
+    |  |- NotFound (FileNotFoundError)
+    |  |- AlreadyExists (FileExistsError)
+    |  |- AccessDenied (PermissionError)
+    |  |- Unavailable                    no space, no answer, or the device failed
+    |  `- UnsafeStore                    the store does not honour put-if-absent
+    `- StreamError                       the stream does not allow what was asked
+       |- CommitConflict                 another publisher committed this version
+       |- Fenced                         this publisher was superseded
+       |- VersionGap                     a version, or a link to the one before, is missing
+       |- HistoryPruned                  what is needed to get there was pruned
+       |- LineageChanged                 the stream went on in a new lineage, or back
+       |- Deadline (TimeoutError)        it did not happen in time
+       `- SignatureInvalid               unsigned, or not by a pinned key
 
 A message says what and where; ``hint`` says what to do next; ``context`` holds the same facts for
 programs. ``retryable`` is true where the same call may succeed later without a change.
@@ -132,14 +141,14 @@ class BaseUnusable(ApplyError):
 
 
 class StoreError(ThinwireError, OSError):
-    """Reading or writing files failed."""
+    """Reading or writing files or objects failed."""
 
     code = "store"
     exit_code = 5
 
 
 class NotFound(StoreError, FileNotFoundError):
-    """A file or folder is missing."""
+    """A file, folder or object is missing."""
 
     code = "not-found"
 
@@ -151,16 +160,72 @@ class AlreadyExists(StoreError, FileExistsError):
 
 
 class AccessDenied(StoreError, PermissionError):
-    """The operating system refused access."""
+    """The operating system or the store refused access."""
 
     code = "access-denied"
 
 
 class Unavailable(StoreError):
-    """No space left, or the device failed; the target is as it was."""
+    """No space left, no answer, or the device failed; the target is as it was."""
 
     code = "unavailable"
     retryable = True
+
+
+class UnsafeStore(StoreError):
+    """The store does not honour put-if-absent, on which commits rest; nothing was committed."""
+
+    code = "unsafe-store"
+
+
+class StreamError(ThinwireError):
+    """The stream does not allow what was asked; the follower's sink is at the version it was at."""
+
+    code = "stream"
+    exit_code = 6
+
+
+class CommitConflict(StreamError):
+    """Another publisher committed this version first; the stream is as that one left it."""
+
+    code = "commit-conflict"
+
+
+class Fenced(StreamError):
+    """This publisher was superseded and may not publish any more."""
+
+    code = "fenced"
+
+
+class VersionGap(StreamError):
+    """A version, or the link to the one before it, is missing or does not fit."""
+
+    code = "version-gap"
+
+
+class HistoryPruned(StreamError):
+    """What is needed to reach the version was pruned, or never was in the stream."""
+
+    code = "history-pruned"
+
+
+class LineageChanged(StreamError):
+    """The stream went on in a new lineage, or back to an older state, and that was not allowed."""
+
+    code = "lineage-changed"
+
+
+class Deadline(StreamError, TimeoutError):
+    """It did not happen in time; the same call may go on."""
+
+    code = "deadline"
+    retryable = True
+
+
+class SignatureInvalid(StreamError):
+    """A manifest is unsigned, or not signed by a pinned key."""
+
+    code = "signature-invalid"
 
 
 # What space or another device would mend: the same call may succeed later.
