@@ -134,6 +134,25 @@ def rebuilt_pair(root: Path) -> tuple[Path, Path]:
     return base, new
 
 
+def mixed_pair(root: Path) -> tuple[Path, Path]:
+    """The header of one shard changes, words of the second, nothing of the third.
+
+    Tensors of the first two share a group.
+    """
+    old = {name: tensor("BF16", [50 + seed], seed) for seed, name in enumerate("abc")}
+    new = {name: stepped(old[name], 9) for name in "ab"} | {"c": old["c"]}
+    sides = []
+    for side, tensors, metadata in (("a", old, None), ("b", new, {"step": "2"})):
+        files: dict[str, bytes | str] = {
+            "m-1.safetensors": pack({"a": tensors["a"]}, metadata),
+            "m-2.safetensors": pack({"b": tensors["b"]}),
+            "m-3.safetensors": pack({"c": tensors["c"]}),
+            "config.json": side,
+        }
+        sides.append(write_folder(root / side, files))
+    return sides[0], sides[1]
+
+
 def single_pair(root: Path) -> tuple[Path, Path]:
     root.mkdir()
     (root / "a").write_bytes(pack(MIXED))
@@ -148,7 +167,8 @@ def single_rebuilt_pair(root: Path) -> tuple[Path, Path]:
     return root / "a", root / "b"
 
 
-PAIRS = [patched_pair, rebuilt_pair, single_pair, single_rebuilt_pair]
+FOLDER_PAIRS = [patched_pair, rebuilt_pair, mixed_pair]
+PAIRS = [*FOLDER_PAIRS, single_pair, single_rebuilt_pair]
 
 
 def copy(checkpoint: Path, target: Path) -> Path:
@@ -174,6 +194,7 @@ def run_child(action: Callable[[], None]) -> int:
 
 
 FATAL = ("fsync", "rename", "replace", "pwrite", "write", "unlink", "rmdir", "mkdir", "open")
+FATAL += ("chmod", "posix_fallocate")
 
 
 def die_at(call: int) -> None:

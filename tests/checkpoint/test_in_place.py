@@ -17,8 +17,10 @@ from thinwire.checkpoint import (
     apply_in_place,
     diff_checkpoint,
     recover,
+    verify_base,
 )
 from thinwire.checkpoint.lock import locked
+from thinwire.codec.delta import Delta
 from thinwire.errors import (
     AccessDenied,
     BaseMismatch,
@@ -31,6 +33,7 @@ from thinwire.errors import (
 from .making import (
     MIXED,
     PAIRS,
+    mixed_pair,
     names_in,
     pack,
     patched_pair,
@@ -209,6 +212,41 @@ def test_many_at_once(pair: tuple[Path, Path, Path]) -> None:
         thread.join()
     assert not unexpected
     assert read_folder(base) == read_folder(new)
+
+
+def test_only_files_with_another_header_are_rebuilt(tmp_path: Path) -> None:
+    base, new = mixed_pair(tmp_path / "pair")
+    diff_checkpoint(base, new, tmp_path / "d.tw")
+    inodes = {path.name: path.stat().st_ino for path in base.iterdir()}
+    reported: list[int] = []
+    apply_in_place(base, tmp_path / "d.tw", on_bytes=reported.append)
+    assert read_folder(base) == read_folder(new)
+    replaced = {path.name for path in base.iterdir() if path.stat().st_ino != inodes[path.name]}
+    assert replaced == {"m-1.safetensors", "config.json"}
+    assert sum(reported) == sum(2 * (50 + seed) for seed in range(3))
+
+
+@pytest.mark.parametrize("shard", [1, 2, 3])
+def test_files_that_are_not_rebuilt_are_verified_too(shard: int, tmp_path: Path) -> None:
+    base, new = mixed_pair(tmp_path / "pair")
+    diff_checkpoint(base, new, tmp_path / "d.tw")
+    path = base / f"m-{shard}.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    before = read_folder(base)
+    with pytest.raises(BaseMismatch, match=f"tensor '{'abc'[shard - 1]}'"):
+        apply_in_place(base, tmp_path / "d.tw")
+    assert read_folder(base) == before
+
+
+def test_an_opened_delta_stays_open(pair: tuple[Path, Path, Path]) -> None:
+    base, new, delta = pair
+    with Delta.open(delta) as opened:
+        verify_base(base, opened)
+        apply_checkpoint(base, opened, base.with_name("out"))
+        apply_in_place(base, opened)
+        apply_in_place(base, opened)
+    assert read_folder(base) == read_folder(new) == read_folder(base.with_name("out"))
 
 
 def test_links_are_refused(pair: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from thinwire.checkpoint.disk import (
@@ -19,9 +20,10 @@ from thinwire.checkpoint.file_names import SINGLE_FILE
 from thinwire.checkpoint.folder import Checkpoint, refuse_inside
 from thinwire.checkpoint.plan import Plan, PlannedFile, PlannedWeights, base_file_view, plan_result
 from thinwire.codec.delta import ChunkChanges, Delta
+from thinwire.codec.delta_set import DeltaSet, OpenDelta
 from thinwire.errors import AlreadyExists
 
-DeltaSource = bytes | bytearray | memoryview | os.PathLike[str] | str
+DeltaSource = bytes | bytearray | memoryview | os.PathLike[str] | str | OpenDelta
 
 
 def apply_checkpoint(
@@ -41,7 +43,7 @@ def apply_checkpoint(
 
     Args:
         base: The checkpoint that the delta was made from.
-        delta: A delta file, or its bytes.
+        delta: A delta file, its bytes, or an opened one, which stays open.
         out: Where the new checkpoint goes; must not exist.
         workers: Threads.
         on_bytes: Called with the raw bytes of each piece of work done.
@@ -57,7 +59,7 @@ def apply_checkpoint(
     opened_base = Checkpoint.open(base, ignore_subfolders=True)
     refuse_inside(target, opened_base)
     temporary = temporary_sibling(target)
-    with Delta.open(delta) as opened:
+    with opened_delta(delta) as opened:
         plan = plan_result(opened_base, opened)
         try:
             _build(opened_base, opened, plan, temporary, workers, on_bytes)
@@ -66,6 +68,16 @@ def apply_checkpoint(
         except BaseException:
             remove_quietly(temporary)
             raise
+
+
+@contextmanager
+def opened_delta(delta: DeltaSource) -> Iterator[OpenDelta]:
+    """Open a delta for as long as the block lasts; one that is open already stays so after it."""
+    if isinstance(delta, Delta | DeltaSet):
+        yield delta
+    else:
+        with Delta.open(delta) as opened:
+            yield opened
 
 
 def verify_base(
@@ -81,7 +93,7 @@ def verify_base(
 
     Args:
         base: The checkpoint that the delta was made from.
-        delta: A delta file, or its bytes.
+        delta: A delta file, its bytes, or an opened one, which stays open.
         workers: Threads, at least 1.
         on_bytes: Called with the raw bytes of each piece of work done.
 
@@ -89,23 +101,32 @@ def verify_base(
         ApplyError, FormatError, StoreError: As :func:`apply_checkpoint`.
     """
     opened_base = Checkpoint.open(base, ignore_subfolders=True)
-    with Delta.open(delta) as opened:
+    with opened_delta(delta) as opened:
         plan_result(opened_base, opened)
         bases = {name: tensor.data for name, tensor in opened_base.tensors.items()}
         opened.apply(bases, lambda _: None, workers=workers, on_bytes=on_bytes)
 
 
 def read_changes(
-    base: Checkpoint, delta: Delta, on_bytes: Callable[[int], None] | None
+    base: Checkpoint,
+    delta: OpenDelta,
+    on_bytes: Callable[[int], None] | None,
+    *,
+    only: Collection[str] | None = None,
 ) -> Iterator[ChunkChanges]:
-    """The changed words of every tensor that both sides hold; verified once exhausted."""
+    """The changed words of the tensors that both sides hold; verified once exhausted.
+
+    With ``only``, of those among them.
+    """
     bases = {name: tensor.data for name, tensor in base.tensors.items()}
     unreported = {
         entry.name: entry.byte_count
         for entry in delta.tensors.values()
-        if entry.kind in ("delta", "same")
+        if entry.kind in ("delta", "same") and (only is None or entry.name in only)
     }
-    for change in delta.changes(bases):
+    for change in delta.changes(bases, only=only):
+        if only is not None and change.name not in only:
+            continue
         if on_bytes:
             on_bytes(unreported.pop(change.name, 0))
         yield change
@@ -115,17 +136,17 @@ def read_changes(
 
 def build_weights(
     base: Checkpoint,
-    delta: Delta,
+    delta: OpenDelta,
     weights: Sequence[PlannedWeights],
     paths: Mapping[str, Path],
     *,
     workers: int,
     on_bytes: Callable[[int], None] | None,
 ) -> None:
-    """Write the weights files, whole and verified, to the ``paths`` of their names.
+    """Write these weights files, whole and verified, to the ``paths`` of their names.
 
-    The bytes go through memory maps: no tensor is ever held in memory of our own. After an error
-    the new files are there with undefined content.
+    Other tensors than theirs are not looked at. The bytes go through memory maps: no tensor is ever
+    held in memory of our own. After an error the new files are there with undefined content.
     """
     outs = {}
     for file in weights:
@@ -134,12 +155,14 @@ def build_weights(
         for name, span in file.header.spans.items():
             outs[name] = view[span.start : span.stop]
     bases = {name: tensor.data for name, tensor in base.tensors.items()}
-    delta.apply(bases, lambda entry: outs[entry.name], workers=workers, on_bytes=on_bytes)
+    delta.apply(
+        bases, lambda entry: outs[entry.name], only=outs, workers=workers, on_bytes=on_bytes
+    )
     for file in weights:
         sync(paths[file.name])
 
 
-def write_small_file(base: Checkpoint, delta: Delta, file: PlannedFile, path: Path) -> None:
+def write_small_file(base: Checkpoint, delta: OpenDelta, file: PlannedFile, path: Path) -> None:
     """Write a file that is not weights, carried or taken from the base, to ``path``."""
     if file.from_base:
         write_file(path, base_file_view(base, file.attachment).data)
@@ -149,7 +172,7 @@ def write_small_file(base: Checkpoint, delta: Delta, file: PlannedFile, path: Pa
 
 def _build(
     base: Checkpoint,
-    delta: Delta,
+    delta: OpenDelta,
     plan: Plan,
     root: Path,
     workers: int,

@@ -11,6 +11,9 @@ INDEX_NAME = "model.safetensors.index.json"
 # Stands for the checkpoint itself where it is one file: no file in a folder can be called so.
 SINGLE_FILE = "."
 MAX_NAME_BYTES = 255
+# Says which version a folder holds; see marked.py. Readers skip it, and no delta may name it.
+MARK_NAME = ".thinwire-mark"
+MAX_MARK_BYTES = 1 << 16
 
 
 def file_path(checkpoint: Path, name: str) -> Path:

@@ -85,7 +85,11 @@ class Checkpoint:
         with os_errors("cannot open", path):
             resolved = Path(path).resolve(strict=True)
         is_folder = resolved.is_dir()
-        names = _file_names(resolved, ignore_subfolders) if is_folder else [SINGLE_FILE]
+        names = (
+            list_files(resolved, ignore_subfolders=ignore_subfolders)
+            if is_folder
+            else [SINGLE_FILE]
+        )
         # First the stamps, then the look at the logs, then the maps: whatever begins or ends after
         # the stamps shows in them later.
         redo_logs = _redo_logs(resolved, names)
@@ -135,6 +139,16 @@ def hidden_path(checkpoint: Path, role: str) -> Path:
     return checkpoint.with_name(f".{checkpoint.name}.thinwire-{role}")
 
 
+def refuse_unfinished_files(folder: Path) -> None:
+    """Raise BaseUnusable if an in-place update of one file of a folder was interrupted.
+
+    Whoever puts another file of that name there makes a folder that nobody can open.
+    """
+    with os_errors("cannot list", folder):
+        logs = list(folder.glob(".?*.thinwire-redo"))
+    _refuse_unfinished({log: folder / log.name[1:].removesuffix(".thinwire-redo") for log in logs})
+
+
 def _redo_logs(checkpoint: Path, names: Iterable[str]) -> dict[Path, Path]:
     """Where logs of unfinished updates would lie, each with what it would be an update of.
 
@@ -168,8 +182,13 @@ def _take_stamps(
     }
 
 
-def _file_names(folder: Path, ignore_subfolders: bool) -> list[str]:
-    """The names of the files that belong to a checkpoint, sorted."""
+def list_files(folder: Path, *, ignore_subfolders: bool) -> list[str]:
+    """The names of the files that belong to a folder's checkpoint, sorted.
+
+    Raises:
+        InvalidArgument: It holds something that no checkpoint may; see :meth:`Checkpoint.open`.
+        StoreError: It cannot be listed.
+    """
     with os_errors("cannot list", folder), os.scandir(folder) as found:
         entries = sorted(found, key=lambda entry: entry.name)
         entries = [entry for entry in entries if not _is_skipped(entry, ignore_subfolders)]

@@ -16,7 +16,7 @@ from thinwire.checkpoint.file_names import (
 from thinwire.checkpoint.folder import Checkpoint
 from thinwire.checkpoint.safetensors_file import Header, check_header_bytes, parse_header
 from thinwire.codec.container import Attachment
-from thinwire.codec.delta import Delta
+from thinwire.codec.delta_set import OpenDelta
 from thinwire.codec.digest import tensor_digest, xxh3_64
 from thinwire.errors import BaseMismatch, Corrupt, LimitExceeded, TensorMismatch
 
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
         return all(weights.name != SINGLE_FILE for weights in self.weights)
 
 
-def plan_result(base: Checkpoint, delta: Delta) -> Plan:
+def plan_result(base: Checkpoint, delta: OpenDelta) -> Plan:
     """Check that the delta fits the base and is sound, and list the files of the result.
 
     Raises:
@@ -62,10 +62,12 @@ def plan_result(base: Checkpoint, delta: Delta) -> Plan:
         TensorMismatch: The base's tensors are not those that the delta was made from.
         LimitExceeded: The files or headers that travel are too large.
     """
-    by_kind = _attachments_by_kind(delta)
+    by_kind = attachments_by_kind(delta)
     headers = by_kind["header"]
-    _check_names(headers, by_kind["file"], by_kind["removed"])
-    _check_carried_bytes(delta, by_kind["file"])
+    if not headers:
+        raise _unsound("it names no weights file; it was not made from checkpoints")
+    check_names(headers, by_kind["file"], by_kind["removed"])
+    check_carried_bytes(delta, by_kind["file"])
     _check_base_tensors(base, delta)
     weights = [_plan_weights(base, delta, attachment) for attachment in headers]
     _check_new_tensors(weights, delta)
@@ -79,9 +81,9 @@ def plan_result(base: Checkpoint, delta: Delta) -> Plan:
     return Plan(weights, files, [attachment.name for attachment in by_kind["removed"]])
 
 
-def is_result(base: Checkpoint, delta: Delta) -> bool:
+def is_result(base: Checkpoint, delta: OpenDelta) -> bool:
     """Whether ``base`` already is what the delta makes; reads until the first difference."""
-    by_kind = _attachments_by_kind(delta)
+    by_kind = attachments_by_kind(delta)
     entries = {name: entry for name, entry in delta.tensors.items() if entry.kind != "removed"}
     return (
         base.weights.keys() == {attachment.name for attachment in by_kind["header"]}
@@ -118,7 +120,12 @@ def base_file_view(base: Checkpoint, attachment: Attachment) -> ByteArray:
     return view
 
 
-def _attachments_by_kind(delta: Delta) -> dict[str, list[Attachment]]:
+def attachments_by_kind(delta: OpenDelta) -> dict[str, list[Attachment]]:
+    """The attachments of each kind, in order.
+
+    Raises:
+        Corrupt: One is of an unknown kind.
+    """
     by_kind: dict[str, list[Attachment]] = {"header": [], "file": [], "removed": []}
     for attachment in delta.attachments:
         if attachment.kind not in by_kind:
@@ -127,12 +134,15 @@ def _attachments_by_kind(delta: Delta) -> dict[str, list[Attachment]]:
     return by_kind
 
 
-def _check_names(
+def check_names(
     headers: list[Attachment], files: list[Attachment], removed: list[Attachment]
 ) -> None:
-    if not headers:
-        raise _unsound("it names no weights file; it was not made from checkpoints")
-    if headers[0].name == SINGLE_FILE:
+    """Refuse file names that are hostile, of the wrong kind, or equal but for their case.
+
+    Raises:
+        Corrupt: Says which.
+    """
+    if headers and headers[0].name == SINGLE_FILE:
         if len(headers) + len(files) > 1:
             raise _unsound("it is of a single file and names others too")
         headers = []
@@ -145,7 +155,12 @@ def _check_names(
         raise _unsound(f"the file names {clash[0]!r} and {clash[1]!r} differ only in case")
 
 
-def _check_carried_bytes(delta: Delta, files: list[Attachment]) -> None:
+def check_carried_bytes(delta: OpenDelta, files: list[Attachment]) -> None:
+    """Refuse a delta whose small files would take too much memory.
+
+    Raises:
+        LimitExceeded: Those that travel have more than ``MAX_CARRIED_BYTES``.
+    """
     carried_bytes = sum(file.size for file in files if delta.is_carried(file))
     if carried_bytes > MAX_CARRIED_BYTES:
         raise LimitExceeded(
@@ -155,7 +170,7 @@ def _check_carried_bytes(delta: Delta, files: list[Attachment]) -> None:
         )
 
 
-def _check_base_tensors(base: Checkpoint, delta: Delta) -> None:
+def _check_base_tensors(base: Checkpoint, delta: OpenDelta) -> None:
     for name, entry in delta.tensors.items():
         if entry.kind == "full":
             continue
@@ -174,7 +189,7 @@ def _check_base_tensors(base: Checkpoint, delta: Delta) -> None:
             raise _tensor_mismatch(base, name, "is not known to the delta")
 
 
-def _plan_weights(base: Checkpoint, delta: Delta, attachment: Attachment) -> PlannedWeights:
+def _plan_weights(base: Checkpoint, delta: OpenDelta, attachment: Attachment) -> PlannedWeights:
     file = base.weights.get(attachment.name)
     if delta.is_carried(attachment):
         check_header_bytes(attachment.size, f"the delta's {attachment.name}")
@@ -188,7 +203,7 @@ def _plan_weights(base: Checkpoint, delta: Delta, attachment: Attachment) -> Pla
     return PlannedWeights(attachment.name, file.header, True)
 
 
-def _check_new_tensors(weights: list[PlannedWeights], delta: Delta) -> None:
+def _check_new_tensors(weights: list[PlannedWeights], delta: OpenDelta) -> None:
     placed: set[str] = set()
     for file in weights:
         for name, span in file.header.spans.items():

@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from thinwire.checkpoint.disk import ByteArray, create, map_file, os_errors, write_all
-from thinwire.checkpoint.file_names import SINGLE_FILE, name_fault
+from thinwire.checkpoint.file_names import MARK_NAME, MAX_MARK_BYTES, SINGLE_FILE, name_fault
 from thinwire.codec.digest import CHUNK_WORDS, xxh3_64
-from thinwire.errors import ChecksumMismatch, FormatError, Truncated
+from thinwire.errors import ChecksumMismatch, FormatError, LimitExceeded, Truncated
 
 LOG_NAME = "log"
 MAGIC = b"TWREDO1\n"
@@ -50,7 +50,7 @@ class RedoHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         delta: Identity of the delta, for whoever looks into the log.
         patched: The files that blocks name by number; their size does not change.
-        replaced: The files that ``new-0``, ``new-1``, ... become.
+        replaced: The files that ``new-0``, ``new-1``, ... become; the folder's mark may be one.
         removed: The files that go.
     """
 
@@ -185,8 +185,13 @@ class RedoLog:
 
     def _check_names(self) -> None:
         head = self.head
-        kept = [file.name for file in (*head.patched, *head.replaced) if file.name != SINGLE_FILE]
-        for name in [*kept, *head.removed]:
+        # Of thinwire's own files only the mark may be replaced, and none patched or removed.
+        marks = [file for file in head.replaced if file.name == MARK_NAME]
+        if any(file.size > MAX_MARK_BYTES for file in marks):
+            raise LimitExceeded(f"{self._path}: the mark has more than {MAX_MARK_BYTES} bytes")
+        kept = [*head.patched, *(file for file in head.replaced if file not in marks)]
+        names = [file.name for file in kept if file.name != SINGLE_FILE]
+        for name in [*names, *head.removed]:
             if fault := name_fault(name):
                 raise FormatError(f"{self._path}: the file name {name[:80]!r} {fault}")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from thinwire.checkpoint.disk import check_unshared, open_unshared, os_errors, sync
-from thinwire.checkpoint.file_names import file_path
+from thinwire.checkpoint.file_names import MARK_NAME, file_path
 from thinwire.checkpoint.redo_log import Block, FileSize, RedoLog, staged_path
 from thinwire.errors import BaseUnusable, FormatError, InvalidArgument, StoreError
 
@@ -43,12 +43,21 @@ def replay(checkpoint: Path, redo: Path) -> None:
             for name in log.head.removed:
                 _check_removed(file_path(checkpoint, name))
             _patch(checkpoint, log, descriptors)
-        for number, file in enumerate(log.head.replaced):
-            _replace(staged_path(redo, number), file_path(checkpoint, file.name))
+        moves = [
+            (staged_path(redo, number), file_path(checkpoint, file.name))
+            for number, file in enumerate(log.head.replaced)
+        ]
+        for staged, target in moves:
+            if target.name != MARK_NAME:
+                _replace(staged, target)
         for name in log.head.removed:
             path = file_path(checkpoint, name)
             with os_errors("cannot remove", path):
                 path.unlink(missing_ok=True)
+        # The mark says what the folder holds, so it comes when that is true.
+        for staged, target in moves:
+            if target.name == MARK_NAME:
+                _replace(staged, target)
         sync(redo.parent)
     except (FormatError, InvalidArgument) as error:
         raise BaseUnusable(

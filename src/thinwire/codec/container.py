@@ -125,6 +125,16 @@ class Head:
     version: int
 
 
+class Header(NamedTuple):
+    """The fixed header's numbers, as they stand there."""
+
+    index_stored_bytes: int
+    index_plain_bytes: int
+    digest_bytes: int
+    file_bytes: int
+    head_digest: int
+
+
 def digests_of(kind: Kind) -> int:
     """How many digests a tensor of this kind has: base then new for "delta", else one."""
     return 2 if kind == "delta" else 1
@@ -139,7 +149,7 @@ def pack_head(index: Index, digests: list[int], section_bytes: int) -> bytes:
     _check(index, len(digests), section_bytes)
     plain = msgspec.json.encode(index)
     stored = zstd.compress(plain, INDEX_LEVEL)
-    _check_index_size(len(stored), len(plain))
+    check_index_size(len(stored), len(plain))
     packed_digests = np.array(digests, "<u8").tobytes()
     file_bytes = HEADER.size + len(stored) + len(packed_digests) + section_bytes + TRAILER.size
     fields = (MAGIC, VERSION, 0, len(stored), len(plain), len(packed_digests), file_bytes)
@@ -148,15 +158,13 @@ def pack_head(index: Index, digests: list[int], section_bytes: int) -> bytes:
     return HEADER.pack(*fields, digest) + body
 
 
-def parse_head(data: memoryview, available_bytes: int) -> Head:
-    """Check and read the head of a container; ``data`` holds at least the head where it is whole.
+def unpack_header(data: memoryview) -> Header:
+    """Read the fixed header at the start of ``data``; its numbers are checked by nobody yet.
 
     Raises:
-        Truncated: The data end before the head, or ``available_bytes`` is less than the file names.
-        ChecksumMismatch: Header, index or digests are not what their digest says.
+        Truncated: The data end before the header does.
         Unsupported: Another version, or a flag this release does not know.
-        LimitExceeded: A size or count beyond the limits above.
-        FormatError: Not a thinwire delta, or an index that contradicts itself.
+        FormatError: Not a thinwire delta.
     """
     if bytes(data[: len(MAGIC)]) != MAGIC[: min(len(data), len(MAGIC))]:
         raise FormatError(
@@ -174,6 +182,20 @@ def parse_head(data: memoryview, available_bytes: int) -> Head:
             version=version,
             flags=flags,
         )
+    return Header(stored, plain, digest_bytes, file_bytes, digest)
+
+
+def parse_head(data: memoryview, available_bytes: int) -> Head:
+    """Check and read the head of a container; ``data`` holds at least the head where it is whole.
+
+    Raises:
+        Truncated: The data end before the head, or ``available_bytes`` is less than the file names.
+        ChecksumMismatch: Header, index or digests are not what their digest says.
+        Unsupported: Another version, or a flag this release does not know.
+        LimitExceeded: A size or count beyond the limits above.
+        FormatError: Not a thinwire delta, or an index that contradicts itself.
+    """
+    stored, plain, digest_bytes, file_bytes, digest = unpack_header(data)
     sections_start = HEADER.size + stored + digest_bytes
     if available_bytes < file_bytes or len(data) < sections_start:
         raise _truncated(max(file_bytes, sections_start), available_bytes)
@@ -184,7 +206,7 @@ def parse_head(data: memoryview, available_bytes: int) -> Head:
         raise ChecksumMismatch(
             "the head of the delta is not what its digest says", hint="Fetch the delta again"
         )
-    _check_index_size(stored, plain)
+    check_index_size(stored, plain)
     if digest_bytes % 8:
         raise Corrupt("the digests are not whole")
     try:
@@ -193,7 +215,7 @@ def parse_head(data: memoryview, available_bytes: int) -> Head:
         raise Corrupt(f"the index is malformed: {error}") from None
     digests = [int(value) for value in np.frombuffer(body[stored:], "<u8")]
     _check(index, len(digests), file_bytes - sections_start - TRAILER.size)
-    return Head(index, digests, sections_start, file_bytes, version)
+    return Head(index, digests, sections_start, file_bytes, VERSION)
 
 
 def group_members(index: Index) -> list[list[TensorRecord]]:
@@ -242,7 +264,8 @@ def _truncated(expected: int, available: int) -> Truncated:
     )
 
 
-def _check_index_size(stored: int, plain: int) -> None:
+def check_index_size(stored: int, plain: int) -> None:
+    """Raise LimitExceeded where an index would unpack to more than a reader takes."""
     if plain > MAX_INDEX_BYTES or plain > INDEX_FREE_BYTES + stored * MAX_INDEX_RATIO:
         raise LimitExceeded(f"the index unpacks to {plain} bytes from {stored}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +22,10 @@ from thinwire.errors import (
     ThinwireError,
 )
 
-__all__ = ["Bases", "ChunkChanges", "Delta", "TensorEntry"]
+__all__ = ["Bases", "ChunkChanges", "Delta", "TensorEntry", "apply_all"]
 
 Bases = Mapping[str, np.ndarray]
+OutFor = Callable[[TensorEntry], np.ndarray | None]
 Unit = tuple[list[TensorRecord], int]  # a tensor's chunk by number, or a group and 0
 
 
@@ -48,8 +49,9 @@ class Delta(DeltaReader):
     def apply(
         self,
         bases: Bases,
-        out_for: Callable[[TensorEntry], np.ndarray | None],
+        out_for: OutFor,
         *,
+        only: Collection[str] | None = None,
         workers: int = 1,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
@@ -58,54 +60,34 @@ class Delta(DeltaReader):
         The arrays may not overlap a base. For None the tensor is only verified. After an error the
         content of the arrays is undefined.
 
+        Args:
+            bases: The base of every tensor of kind "delta" or "same".
+            out_for: Where a tensor goes; not asked about those that were removed.
+            only: Leave out the tensors that are not among these; None: all.
+            workers: Threads, at least 1.
+            on_bytes: Called with the raw bytes of each piece of work done.
+
         Raises:
             BaseMismatch: A base holds other weights; names the tensor and both digests.
             TensorMismatch: A base is missing or has another size.
             FormatError: The container contradicts itself.
         """
-        outs: dict[str, np.ndarray | None] = {}
-        digests: dict[str, list[int | None]] = {}
+        apply_all([self], bases, out_for, only=only, workers=workers, on_bytes=on_bytes)
 
-        def work(unit: Unit) -> list[tuple[str, int | None, int]]:
-            members, chunk = unit
-            if members[0].group is not None:
-                return self._decode_group(members, bases, outs)
-            record = members[0]
-            span = self._span(record, chunk)
-            out = outs[record.name]
-            target = np.empty(span.stop - span.start, np.uint8) if out is None else out[span]
-            digest = self._decode_span(record, bases, span, chunk, target)
-            return [(record.name, digest, span.stop - span.start)]
-
-        # All bases first: a hostile shape must not cost memory where no base has it.
-        for entry in self.tensors.values():
-            self._check_base(entry, bases)
-        for entry in self.tensors.values():
-            if entry.kind != "removed":
-                outs[entry.name] = self._checked_out(entry, out_for(entry))
-                digests[entry.name] = []
-        for results in map_in_order(work, list(self._units()), workers):
-            for name, digest, size in results:
-                digests[name].append(digest)
-                entry = self.tensors[name]
-                if len(digests[name]) == self._chunk_count(self._records[name]):
-                    self._check_digests(entry, digests.pop(name), bases)
-                if on_bytes:
-                    on_bytes(size)
-
-    def changes(self, bases: Bases) -> Iterator[ChunkChanges]:
+    def changes(
+        self, bases: Bases, *, only: Collection[str] | None = None
+    ) -> Iterator[ChunkChanges]:
         """The changed words of all "delta" tensors, chunk by chunk; bases are untouched.
 
         A tensor is verified after its last chunk was yielded: act on nothing before the iterator
-        has ended.
+        has ended. With ``only``, tensors that are neither among these nor share a group with one
+        of them are left out.
 
         Raises:
             As :meth:`apply`.
         """
-        for entry in self.tensors.values():
-            if entry.kind in ("delta", "same"):
-                self._check_base(entry, bases)
-        for members, chunk in self._units():
+        self.check_bases(bases)
+        for members, chunk in self._units(only):
             if members[0].group is not None:
                 yield from self._group_changes(members, bases)
                 continue
@@ -127,6 +109,16 @@ class Delta(DeltaReader):
             if found is not None and found[0].size:
                 first_word = span.start // row.word_bytes
                 yield ChunkChanges(record.name, first_word, found[0], found[1], row.word_bytes)
+
+    def check_bases(self, bases: Bases) -> None:
+        """Check that every base is there and has the right size; their bits are not looked at.
+
+        Raises:
+            TensorMismatch: A base is missing or has another size.
+            InvalidArgument: A base is not a contiguous uint8 array.
+        """
+        for entry in self.tensors.values():
+            self._check_base(entry, bases)
 
     def apply_in_place(self, bases: Bases) -> None:
         """Turn the bases into the new tensors, all or nothing: errors leave them as they were.
@@ -178,7 +170,7 @@ class Delta(DeltaReader):
             size = self.tensors[record.name].byte_count
             words = new[start : start + size]
             start += size
-            out = outs[record.name]
+            out = outs.get(record.name)
             if out is not None:
                 out[:] = words
             own = None if digest is None else tensor_digest(row.name, words)
@@ -292,6 +284,68 @@ class Delta(DeltaReader):
                     expected_digest=f"{expected:016x}",
                     actual_digest=f"{actual:016x}",
                 ) from error
+
+
+def apply_all(
+    deltas: Sequence[Delta],
+    bases: Bases,
+    out_for: OutFor,
+    *,
+    only: Collection[str] | None = None,
+    workers: int = 1,
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """As :meth:`Delta.apply`, of several deltas whose tensors are disjoint, on the same threads."""
+    # All bases first: a hostile shape must not cost memory where no base has it.
+    for delta in deltas:
+        delta.check_bases(bases)
+    runs = [_Run(delta, bases, out_for, only) for delta in deltas]
+    tasks = [(run, unit) for run in runs for unit in run.units]
+    for run, results in map_in_order(
+        lambda task: (task[0], task[0].decode(task[1])), tasks, workers
+    ):
+        for name, digest, size in results:
+            if run.settle(name, digest) and on_bytes:
+                on_bytes(size)
+
+
+class _Run:
+    """One delta being applied: where its tensors go, and the digests found so far."""
+
+    def __init__(
+        self, delta: Delta, bases: Bases, out_for: OutFor, only: Collection[str] | None
+    ) -> None:
+        self.units = list(delta._units(only))
+        self._delta = delta
+        self._bases = bases
+        self._outs: dict[str, np.ndarray | None] = {}
+        self._digests: dict[str, list[int | None]] = {}
+        for entry in delta.tensors.values():
+            if entry.kind != "removed" and (only is None or entry.name in only):
+                self._outs[entry.name] = delta._checked_out(entry, out_for(entry))
+                self._digests[entry.name] = []
+
+    def decode(self, unit: Unit) -> list[tuple[str, int | None, int]]:
+        """Write the tensors of one unit; returns their names, digests and sizes."""
+        members, chunk = unit
+        record = members[0]
+        if record.group is not None:
+            return self._delta._decode_group(members, self._bases, self._outs)
+        span = self._delta._span(record, chunk)
+        out = self._outs[record.name]
+        target = np.empty(span.stop - span.start, np.uint8) if out is None else out[span]
+        digest = self._delta._decode_span(record, self._bases, span, chunk, target)
+        return [(record.name, digest, span.stop - span.start)]
+
+    def settle(self, name: str, digest: int | None) -> bool:
+        """Verify a tensor once its last chunk is there; False for one that was left out."""
+        if name not in self._digests:
+            return False
+        digests = self._digests[name]
+        digests.append(digest)
+        if len(digests) == self._delta._chunk_count(self._delta._records[name]):
+            self._delta._check_digests(self._delta.tensors[name], digests, self._bases)
+        return True
 
 
 def _is_plain(array: np.ndarray) -> bool:

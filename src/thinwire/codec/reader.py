@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from thinwire.codec.container import (
 )
 from thinwire.codec.digest import CHUNK_WORDS, EMPTY_DIGEST, file_digest, xxh3_64
 from thinwire.codec.dtypes import byte_count, dtype_named
+from thinwire.codec.selection import closure
 from thinwire.errors import (
     ChecksumMismatch,
     Corrupt,
@@ -62,19 +63,28 @@ class TensorEntry:
 class DeltaReader:
     """A container whose head and trailer were verified when it was opened.
 
-    Open with :meth:`open`, close with :meth:`close` or ``with``.
+    Open with :meth:`open`, close with :meth:`close` or ``with``. ``tensors`` holds those that were
+    asked for, in the order of the index.
     """
 
-    def __init__(self, data: memoryview, source: str) -> None:
+    def __init__(
+        self,
+        data: memoryview,
+        source: str,
+        only: Collection[str] | None = None,
+        check_trailer: bool = True,
+    ) -> None:
         self._data = np.frombuffer(data, np.uint8)
         self.source = source
         head = parse_head(data, len(data))
-        body = self._data[: head.file_bytes - TRAILER.size]
-        if file_digest(body) != TRAILER.unpack_from(data, body.size)[0]:
-            raise ChecksumMismatch(
-                f"{source} is not what its trailer says", hint="Fetch the delta again"
-            )
-        self._identity = bytes(self._data[32:40]).hex() + bytes(self._data[body.size :]).hex()
+        self._identity = bytes(self._data[32:40]).hex()
+        if check_trailer:
+            body = self._data[: head.file_bytes - TRAILER.size]
+            if file_digest(body) != TRAILER.unpack_from(data, body.size)[0]:
+                raise ChecksumMismatch(
+                    f"{source} is not what its trailer says", hint="Fetch the delta again"
+                )
+            self._identity += bytes(self._data[body.size :]).hex()
         self._index = head.index
         self._file_bytes = head.file_bytes
         self.version = head.version
@@ -83,7 +93,12 @@ class DeltaReader:
         self._first_group_section = sum(len(record.sizes) for record in head.index.tensors)
         # Offsets only: an index may name millions of sections.
         self._starts = np.array(section_starts(head.index), np.int64) + head.sections_start
-        self._records = {record.name: record for record in head.index.tensors}
+        names = None if only is None else closure(head.index, only)
+        self._records = {
+            record.name: record
+            for record in head.index.tensors
+            if names is None or record.name in names
+        }
         self.tensors: dict[str, TensorEntry] = {}
         self._read_entries(head)
         self.attachments: list[Attachment] = []
@@ -91,8 +106,22 @@ class DeltaReader:
         self._read_attachments(head)
 
     @classmethod
-    def open(cls, source: bytes | bytearray | memoryview | os.PathLike[str] | str) -> Self:
+    def open(
+        cls,
+        source: bytes | bytearray | memoryview | os.PathLike[str] | str,
+        *,
+        only: Collection[str] | None = None,
+        check_trailer: bool = True,
+    ) -> Self:
         """Open a container in memory, or map a file.
+
+        Args:
+            source: The file, or its bytes.
+            only: Read these tensors and those that share a group with one of them; names that the
+                container lacks are ignored. None: all.
+            check_trailer: Digest the whole file. False where the caller has verified the bytes
+                otherwise, or holds a part of them: the file then has its full size, and only what
+                :func:`thinwire.codec.selection.needed_ranges` names for ``only`` is ever read.
 
         Raises:
             FormatError: It is not a sound container; the kind says how.
@@ -100,9 +129,10 @@ class DeltaReader:
         """
         if isinstance(source, bytes | bytearray | memoryview):
             try:
-                return cls(memoryview(source).cast("B"), "the delta")
+                view = memoryview(source).cast("B")
             except TypeError as error:
                 raise InvalidArgument(f"the payload is not contiguous: {error}") from None
+            return cls(view, "the delta", only, check_trailer)
         path = Path(source)
         try:
             with path.open("rb") as file:
@@ -111,7 +141,8 @@ class DeltaReader:
         except OSError as error:
             raise from_os_error(error, "cannot read", path) from error
         try:
-            delta = cls(memoryview(b"" if mapped is None else mapped), str(path))
+            view = memoryview(b"" if mapped is None else mapped)
+            delta = cls(view, str(path), only, check_trailer)
         except ThinwireError as error:
             error.context.setdefault("path", str(path))
             error.args = (f"{path}: {error.message}",)
@@ -137,7 +168,11 @@ class DeltaReader:
 
     @property
     def identity(self) -> str:
-        """The digests of head and file: two deltas with the same one have the same bytes."""
+        """The digests of head and file: two deltas with the same one have the same bytes.
+
+        Without the check of the trailer, the digest of the head alone: that names every tensor's
+        digests, so two deltas with the same one do the same.
+        """
         return self._identity
 
     @property
@@ -203,6 +238,8 @@ class DeltaReader:
                 raise Corrupt(f"tensor {record.name!r} is empty, but its digest is of something")
             self._first_section[record.name] = section
             section += len(record.sizes)
+            if record.name not in self._records:
+                continue
             if record.group is not None:
                 methods = self._methods(range(1), first=self._group_section(record.group))
             else:
@@ -238,13 +275,21 @@ class DeltaReader:
             for record, digest in zip(records, digests, strict=True)
         ]
 
-    def _units(self) -> Iterator[tuple[list[TensorRecord], int]]:
-        for record in self._index.tensors:
+    def _units(
+        self, only: Collection[str] | None = None
+    ) -> Iterator[tuple[list[TensorRecord], int]]:
+        """What is decoded as one, of all tensors or as far as those of ``only`` need it."""
+        for record in self._records.values():
             if record.group is None and record.kind != "removed":
+                if only is not None and record.name not in only:
+                    continue
                 for chunk in range(self._chunk_count(record)):
                     yield [record], chunk
         for members in self._members:
-            if members:
+            # All of its members are in the records, or none.
+            if not members or members[0].name not in self._records:
+                continue
+            if only is None or any(record.name in only for record in members):
                 yield members, 0
 
     def _chunk_count(self, record: TensorRecord) -> int:
