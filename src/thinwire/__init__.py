@@ -19,13 +19,35 @@ from thinwire.codec.api import (
     inspect,
 )
 from thinwire.codec.chunk import Spec
+from thinwire.follow import CheckpointSink, Follower, Sink, Stream, open_stream
+from thinwire.maintain import Maintainer, fsck
+from thinwire.publish import Publisher
+from thinwire.stream.events import Applied, Fetched, Maintained, Observer, Published, Refused
+from thinwire.stream.records import Policy
+from thinwire.stream.signing import SigningKey
+from thinwire.stream.version import Version
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Applied",
     "Changes",
+    "CheckpointSink",
+    "Fetched",
+    "Follower",
     "Inspection",
+    "Maintained",
+    "Maintainer",
+    "Observer",
+    "Policy",
+    "Published",
+    "Publisher",
+    "Refused",
+    "SigningKey",
+    "Sink",
     "Spec",
+    "Stream",
+    "Version",
     "__version__",
     "apply_checkpoint",
     "apply_in_place",
@@ -36,7 +58,9 @@ __all__ = [
     "diff_checkpoint",
     "encode",
     "encode_tensors",
+    "fsck",
     "inspect",
+    "open_stream",
     "recover",
     "verify_base",
 ]

@@ -1,0 +1,107 @@
+"""Which moves a follower may make: never backwards, never to another stream, unless told to."""
+
+from __future__ import annotations
+
+from thinwire.errors import InvalidArgument, LineageChanged
+from thinwire.follow.selection import Selection
+from thinwire.follow.sink import Mark, Sink
+from thinwire.follow.stream import Stream
+from thinwire.stream.encoding import digest_of_record
+from thinwire.stream.records import Manifest
+
+
+class Guard:
+    """Compares what a sink holds with what a stream says.
+
+    Args:
+        stream: The stream.
+        sink: The sink.
+        selection: The tensors that the sink shall hold.
+        accept_new_lineages: Whether to go along with them; None: as the stream's policy says.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        sink: Sink,
+        selection: Selection,
+        accept_new_lineages: bool | None,
+    ) -> None:
+        self._stream = stream
+        self._sink = sink
+        self._selection = selection
+        self._accept_new_lineages = accept_new_lineages
+        self._is_known = False
+
+    def mark(self) -> Mark | None:
+        """What the sink holds.
+
+        Raises:
+            LineageChanged: It is a version of another stream.
+            InvalidArgument: It holds other tensors.
+        """
+        mark = self._sink.mark()
+        if mark is None:
+            return None
+        if mark.stream != self._stream.record().stream:
+            raise LineageChanged(
+                f"{self._sink} holds a version of another stream than the one at "
+                f"{self._stream.url}",
+                hint="Check the URL, or follow into an empty folder",
+            )
+        if mark.tensors != self._selection.patterns:
+            raise InvalidArgument(
+                f"{self._sink} holds the tensors {mark.tensors or 'of the whole model'}, not "
+                f"{self._selection.patterns or 'the whole model'}",
+                hint="Follow into an empty folder, or with the same patterns",
+            )
+        return mark
+
+    def doubt(self) -> None:
+        """Have :meth:`check_known` look again."""
+        self._is_known = False
+
+    def trust(self) -> None:
+        """What the sink holds was just found in the stream."""
+        self._is_known = True
+
+    def check_known(self, mark: Mark) -> None:
+        """Once: is the version that is held still what the stream says it was?
+
+        Raises:
+            LineageChanged: The stream was replaced, or set back.
+        """
+        if self._is_known:
+            return
+        found = self._stream.manifest(mark.lineage, mark.version)
+        if found is None or digest_of_record(found) != mark.manifest:
+            raise LineageChanged(
+                f"version {mark.version}, which is held here, is not in {self._stream.url} any "
+                "more: the stream was replaced, or set back to an older state",
+                hint="Find out who did that; reset=True (--reset) takes what the stream says now",
+                version=mark.version,
+            )
+        self._is_known = True
+
+    def check_direction(self, mark: Mark, wanted: Manifest) -> None:
+        """May a sink go from what it holds to a version?
+
+        Raises:
+            LineageChanged: That would be backwards, or into a new lineage that is not accepted.
+        """
+        if wanted.version < mark.version:
+            raise LineageChanged(
+                f"version {wanted.version} is older than version {mark.version}, which is held",
+                hint="Only reset=True (--reset) goes backwards",
+                version=wanted.version,
+            )
+        accept = self._accept_new_lineages
+        if accept is None:
+            accept = self._stream.record().policy.accept_new_lineages
+        if wanted.lineage != mark.lineage and not accept:
+            raise LineageChanged(
+                f"the stream went on in a new lineage with version {wanted.first}: the trainer "
+                "restarted from other weights",
+                hint="If that was meant, accept_new_lineages=True (--accept-new-lineages) follows",
+                version=wanted.first,
+            )

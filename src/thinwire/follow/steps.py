@@ -1,0 +1,189 @@
+"""One step of a route: what to fetch, what it starts from, what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from thinwire.checkpoint.file_names import first_clash, name_fault
+from thinwire.codec.container import Head, digests_of
+from thinwire.codec.delta import TensorEntry
+from thinwire.errors import ChecksumMismatch, Corrupt, VersionGap
+from thinwire.follow.fetch import Wanted
+from thinwire.stream import keys
+from thinwire.stream.blocks import ObjectRecord
+from thinwire.stream.encoding import digest_of_record
+from thinwire.stream.records import Anchor, FileRecord, Link, Manifest, Merge
+from thinwire.stream.weights import TensorRow, weights_digest
+
+
+class Step(NamedTuple):
+    """A step of a route, its key and digests known.
+
+    Attributes:
+        kind: What it is; a "reference" is applied to a local copy of its source.
+        lineage: Its lineage.
+        base: The version it must be applied to; None: it needs none.
+        target: The version that it makes.
+        weights: The digest of that version's tensors.
+        shards: The shards of a delta, or of a reference.
+        files: The files of an anchor, by name.
+        manifest: The target's manifest, where it was read.
+    """
+
+    kind: Literal["anchor", "reference", "delta", "merge"]
+    lineage: str
+    base: Link | None
+    target: Link
+    weights: str
+    shards: list[Wanted]
+    files: Mapping[str, Wanted]
+    manifest: Manifest | None
+
+    @property
+    def payload_bytes(self) -> int:
+        """What there is to fetch."""
+        parts = [*self.shards, *self.files.values()]
+        return sum(wanted.record.size for wanted in parts)
+
+
+def step_of_version(manifest: Manifest, url: str) -> Step:
+    """The step that a version's own manifest describes."""
+    assert manifest.kind != "end"
+    version, lineage = manifest.version, manifest.lineage
+    base = manifest.base if manifest.kind == "delta" else None
+    start = version if base is None else base.version
+    return Step(
+        manifest.kind,
+        lineage,
+        base,
+        Link(version, digest_of_record(manifest)),
+        manifest.weights,
+        _shards(lineage, start, version, manifest.session, manifest.shards, url),
+        _files(lineage, version, manifest.session, manifest.files, url),
+        manifest,
+    )
+
+
+def step_of_merge(merge: Merge, url: str) -> Step:
+    """The step of a merged delta."""
+    base, target = merge.base, merge.target
+    shards = _shards(merge.lineage, base.version, target.version, merge.session, merge.shards, url)
+    return Step("merge", merge.lineage, base, target, merge.weights, shards, {}, None)
+
+
+def step_of_anchor(anchor: Anchor, url: str) -> Step:
+    """The step of an anchor made later on."""
+    version = anchor.target.version
+    files = _files(anchor.lineage, version, anchor.session, anchor.files, url)
+    return Step("anchor", anchor.lineage, None, anchor.target, anchor.weights, [], files, None)
+
+
+def check_chain(steps: Iterable[Step], have: Link | None, target: Link | None) -> None:
+    """Raise unless each step starts where the one before ends, and the last ends at ``target``.
+
+    Raises:
+        VersionGap: The chain of manifests is broken: history was changed.
+    """
+    at = have
+    for step in steps:
+        if step.base is not None and step.base != at:
+            raise _gap(step.base.version, step.target.version)
+        at = step.target
+    if target is not None and at != target:
+        raise _gap(target.version, target.version)
+
+
+class Weights(NamedTuple):
+    """The digests of all weights before and after a delta, or several shards of one."""
+
+    old: str
+    new: str
+
+    @classmethod
+    def of_entries(cls, entries: Iterable[TensorEntry]) -> Weights:
+        """Those of an opened delta."""
+        rows = [(e.name, e.dtype, list(e.shape), e.base_digest, e.new_digest) for e in entries]
+        return cls._of_rows(rows)
+
+    @classmethod
+    def of_heads(cls, heads: Iterable[Head]) -> Weights:
+        """Those of deltas of which only the head is there."""
+        rows = []
+        for head in heads:
+            at = 0
+            for tensor in head.index.tensors:
+                digests = head.digests[at : at + digests_of(tensor.kind)]
+                at += len(digests)
+                old = None if tensor.kind == "full" else digests[0]
+                new = None if tensor.kind == "removed" else digests[-1]
+                rows.append((tensor.name, tensor.dtype, tensor.shape, old, new))
+        return cls._of_rows(rows)
+
+    @classmethod
+    def _of_rows(
+        cls, rows: Iterable[tuple[str, str, list[int], int | None, int | None]]
+    ) -> Weights:
+        old: list[TensorRow] = []
+        new: list[TensorRow] = []
+        for name, dtype, shape, old_digest, new_digest in rows:
+            for found, digest in ((old, old_digest), (new, new_digest)):
+                if digest is not None:
+                    found.append((name, dtype, shape, f"{digest:016x}"))
+        return cls(weights_digest(old), weights_digest(new))
+
+
+def check_weights(weights: Weights, step: Step, base_weights: str | None) -> None:
+    """Raise unless a delta leads from the base's weights to those of the manifest.
+
+    Raises:
+        ChecksumMismatch: It belongs to other weights.
+    """
+    starts_elsewhere = base_weights is not None and weights.old != base_weights
+    if weights.new != step.weights or starts_elsewhere:
+        does = "starts from" if starts_elsewhere else "makes"
+        raise ChecksumMismatch(
+            f"the delta to version {step.target.version} {does} other weights than its manifest "
+            "says",
+            hint="`thinwire fsck` shows what is wrong with the stream",
+            version=step.target.version,
+        )
+
+
+def _shards(
+    lineage: str,
+    base: int,
+    version: int,
+    session: str,
+    records: list[ObjectRecord],
+    url: str,
+) -> list[Wanted]:
+    wanted = []
+    for number, record in enumerate(records):
+        key = keys.shard(lineage, base, version, session, number, record.digest)
+        wanted.append(Wanted(key, record, f"{url}/{key}"))
+    return wanted
+
+
+def _files(
+    lineage: str, version: int, session: str, records: list[FileRecord], url: str
+) -> dict[str, Wanted]:
+    for record in records:
+        if fault := name_fault(record.name):
+            raise Corrupt(f"anchor {version}: the file name {record.name[:80]!r} {fault}")
+    if clash := first_clash(record.name for record in records):
+        raise Corrupt(f"anchor {version}: the names {clash[0]!r} and {clash[1]!r} are one")
+    wanted = {}
+    for record in records:
+        key = keys.anchor_file(lineage, version, session, record.name)
+        wanted[record.name] = Wanted(key, record, f"{url}/{key}")
+    return wanted
+
+
+def _gap(wanted: int, version: int) -> VersionGap:
+    return VersionGap(
+        f"version {version} does not follow the version {wanted} that is known here",
+        hint="The stream's history was changed; `thinwire fsck` says where. To take what the "
+        "stream says now, follow into an empty folder",
+        version=version,
+    )

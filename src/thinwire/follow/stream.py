@@ -1,0 +1,318 @@
+"""An opened stream: verified reads of what it says of itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from thinwire.errors import (
+    Corrupt,
+    FormatError,
+    InvalidArgument,
+    NotFound,
+    ThinwireError,
+)
+from thinwire.store import Store, open_store
+from thinwire.stream import keys
+from thinwire.stream.encoding import (
+    MAX_MANIFEST_BYTES,
+    MAX_SMALL_BYTES,
+    check_parsed,
+    digest_of_record,
+    parse,
+    parse_hint,
+    policy_fault,
+)
+from thinwire.stream.records import (
+    FORMAT,
+    Anchor,
+    Catalog,
+    Head,
+    Link,
+    Manifest,
+    Merge,
+    Policy,
+    StreamRecord,
+)
+from thinwire.stream.signing import SigningKey, check_public
+
+
+class Tip(NamedTuple):
+    """Where a stream is.
+
+    Attributes:
+        head: The newest version; None: none was published yet.
+        end: The end of the head's lineage, whose successor has no version yet; usually None.
+    """
+
+    head: Manifest | None
+    end: Manifest | None
+
+
+class Stream:
+    """A stream at a URL. Opening asks the store nothing; reading verifies everything.
+
+    Make one with :func:`open_stream`. Safe to use from several threads.
+
+    Attributes:
+        store: Its object store.
+        trusted_keys: The pinned public keys; empty: unsigned streams are taken too.
+        signing_key: What publishers and maintainers sign with.
+        model: The model's name, for a stream yet to be created.
+        policy: The policy, for a stream yet to be created.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        model: str = "",
+        policy: Policy | None = None,
+        signing_key: SigningKey | None = None,
+        trusted_keys: Collection[str] = (),
+    ) -> None:
+        self.store = store
+        self.model = model
+        self.policy = policy or Policy()
+        if fault := policy_fault(self.policy.anchor_every, self.policy.merge_levels):
+            raise InvalidArgument(f"policy: {fault}", hint="See docs/operations.md")
+        self.signing_key = signing_key
+        self.trusted_keys = frozenset(map(check_public, trusted_keys))
+        self._record: StreamRecord | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """Where it is; holds no credential."""
+        return self.store.url
+
+    def __repr__(self) -> str:
+        return f"Stream({self.url!r})"
+
+    def record(self) -> StreamRecord:
+        """What the stream says of itself; read once.
+
+        Raises:
+            NotFound: There is no stream at this URL.
+        """
+        with self._lock:
+            if self._record is None:
+                self._record = self._read_record()
+            return self._record
+
+    def manifest(self, lineage: str, version: int) -> Manifest | None:
+        """A version's manifest, or the end of the lineage in its place; None: not there (yet)."""
+        key = keys.manifest(lineage, version)
+        try:
+            data = self.store.get(key, limit_bytes=MAX_MANIFEST_BYTES)
+        except NotFound:
+            return None
+        found = parse(data, Manifest, self._name(key), self.trusted_keys)
+        self._check_belongs(found, lineage, key)
+        if found.version != version:
+            raise self._misplaced(key)
+        return found
+
+    def require(self, lineage: str, link: Link) -> Manifest:
+        """The manifest that a link names.
+
+        Raises:
+            Corrupt: Another one lies in its place.
+            NotFound: Nothing does.
+        """
+        key = keys.manifest(lineage, link.version)
+        found = self.manifest(lineage, link.version)
+        if found is None:
+            raise NotFound(f"{self._name(key)} is not there", hint="`thinwire fsck` shows more")
+        if digest_of_record(found) != link.manifest:
+            raise Corrupt(
+                f"{self._name(key)} is not the manifest that the chain names",
+                hint="Someone replaced it; `thinwire fsck` shows what else",
+            )
+        return found
+
+    def anchor(self, lineage: str, version: int) -> Anchor | None:
+        """The manifest of an anchor made later on, or None."""
+        key = keys.anchor(lineage, version)
+        try:
+            data = self.store.get(key, limit_bytes=MAX_MANIFEST_BYTES)
+        except NotFound:
+            return None
+        found = parse(data, Anchor, self._name(key), self.trusted_keys)
+        self._check_belongs(found, lineage, key)
+        if found.target.version != version:
+            raise self._misplaced(key)
+        return found
+
+    def merge(self, lineage: str, base: int, version: int) -> Merge | None:
+        """The manifest of a merged delta, or None."""
+        key = keys.merge(lineage, base, version)
+        try:
+            data = self.store.get(key, limit_bytes=MAX_MANIFEST_BYTES)
+        except NotFound:
+            return None
+        found = parse(data, Merge, self._name(key), self.trusted_keys)
+        self._check_belongs(found, lineage, key)
+        if (found.base.version, found.target.version) != (base, version):
+            raise self._misplaced(key)
+        return found
+
+    def catalog(self, lineage: str) -> Catalog:
+        """The hint of what there is besides step deltas; empty where there is none to be used.
+
+        Merged deltas that are not signed as they must be, or of another stream, are left out.
+        """
+        key = keys.catalog(lineage)
+        empty = Catalog(format=FORMAT, lineage=lineage)
+        try:
+            data = self.store.get(key, limit_bytes=MAX_MANIFEST_BYTES)
+            found = parse_hint(data, Catalog, self._name(key))
+        except (NotFound, FormatError):
+            return empty
+        if found.lineage != lineage:
+            return empty
+        merges = []
+        for merge in found.merges:
+            with suppress(ThinwireError):
+                check_parsed(merge, self._name(key), self.trusted_keys)
+                self._check_belongs(merge, lineage, key)
+                merges.append(merge)
+        return msgspec.structs.replace(found, merges=merges)
+
+    def head_hint(self) -> Head | None:
+        """About where the stream is, or None."""
+        try:
+            data = self.store.get(keys.HEAD, limit_bytes=MAX_SMALL_BYTES)
+            found = parse_hint(data, Head, self._name(keys.HEAD))
+        except (NotFound, FormatError):
+            return None
+        usable = keys.is_lineage(found.lineage) and 1 <= found.version <= keys.MAX_VERSION
+        return found if usable else None
+
+    def tip(self, start: Manifest | None = None) -> Tip:
+        """Where the stream is now: the truth, found from a hint.
+
+        Versions of a lineage have no holes, so the newest is found by doubling steps and halving
+        from one that exists: requests grow with the logarithm of what lies between.
+
+        Args:
+            start: A version known to exist; None: begin at the hint.
+        """
+        at = start or self._hinted() or self._listed(self.record().lineage)
+        if at is None:
+            return Tip(None, None)
+        while True:
+            at = self._last_of_lineage(at)
+            if at.kind != "end":
+                return Tip(at, None)
+            following = self.manifest(at.successor, at.version)
+            if following is None:
+                return Tip(self._before(at), at)
+            at = following
+
+    def _hinted(self) -> Manifest | None:
+        hint = self.head_hint()
+        return None if hint is None else self.manifest(hint.lineage, hint.version)
+
+    def _listed(self, lineage: str) -> Manifest | None:
+        """A version of a lineage, the newest that a listing shows."""
+        folder = keys.manifests(lineage)
+        newest = 0
+        for entry in self.store.list(folder):
+            name = entry.key.removeprefix(folder).removesuffix(".json")
+            newest = max(newest, keys.version_of(name) or 0)
+        return self.manifest(lineage, newest) if newest else None
+
+    def _last_of_lineage(self, at: Manifest) -> Manifest:
+        low, stride = at, 1
+        while True:
+            found = self._probe(low, low.version + stride)
+            if found is None:
+                break
+            low, stride = found, stride * 2
+        high = low.version + stride
+        while high - low.version > 1:
+            middle = self._probe(low, (low.version + high) // 2)
+            if middle is None:
+                high = (low.version + high) // 2
+            else:
+                low = middle
+        return low
+
+    def _probe(self, low: Manifest, version: int) -> Manifest | None:
+        if low.kind == "end" or version > keys.MAX_VERSION:
+            return None
+        return self.manifest(low.lineage, version)
+
+    def _before(self, end: Manifest) -> Manifest | None:
+        """The last version before the end of a lineage; None: it had none."""
+        if end.base is None or end.version == end.first:
+            return None
+        return self.require(end.lineage, end.base)
+
+    def _read_record(self) -> StreamRecord:
+        try:
+            data = self.store.get(keys.STREAM, limit_bytes=MAX_SMALL_BYTES)
+        except NotFound as error:
+            raise NotFound(
+                f"there is no stream at {self.url}",
+                hint="Check the URL; the first publish makes the stream",
+                url=self.url,
+            ) from error
+        return parse(data, StreamRecord, self._name(keys.STREAM), self.trusted_keys)
+
+    def _check_belongs(self, record: Manifest | Merge | Anchor, lineage: str, key: str) -> None:
+        if record.lineage != lineage or record.stream != self.record().stream:
+            raise self._misplaced(key)
+
+    def _misplaced(self, key: str) -> Corrupt:
+        return Corrupt(
+            f"{self._name(key)} belongs elsewhere: it was renamed, or copied from another place",
+            hint="Someone changed the bucket; `thinwire fsck` shows what else",
+        )
+
+    def _name(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+
+def open_stream(
+    url: str | os.PathLike[str] | Store,
+    *,
+    model: str = "",
+    policy: Policy | None = None,
+    signing_key: SigningKey | None = None,
+    trusted_keys: Collection[str] = (),
+    single_writer: bool = False,
+    retry_s: float = 60.0,
+) -> Stream:
+    """Open the stream at ``url``, which need not exist yet: its first publisher makes it.
+
+    Args:
+        url: ``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``, a folder's path, or a
+            :class:`thinwire.store.Store`. Credentials come from the usual environment only.
+        model: The model's name, kept in the stream when it is made.
+        policy: How the stream is looked after, kept in it when it is made.
+        signing_key: For publishers and maintainers: they sign with it.
+        trusted_keys: Public keys to pin: whatever is not signed by one of them is refused. A
+            signing key's own public key is not pinned by itself.
+        single_writer: The caller vouches that only one process ever writes, so that a store
+            without put-if-absent will do.
+        retry_s: How long to retry what may be a passing failure of the store.
+
+    Raises:
+        InvalidArgument: The URL, the policy or a key is malformed.
+    """
+    if isinstance(url, str | os.PathLike):
+        url = open_store(os.fspath(url), single_writer=single_writer, retry_s=retry_s)
+    return Stream(
+        url,
+        model=model,
+        policy=policy,
+        signing_key=signing_key,
+        trusted_keys=trusted_keys,
+    )

@@ -1,0 +1,203 @@
+"""Along a way: fetch each step, verify it, apply it to the sink, while the next is fetched."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from thinwire.checkpoint import Checkpoint
+from thinwire.codec.delta_set import DeltaSet
+from thinwire.errors import NotFound, ThinwireError
+from thinwire.follow.fetch import Fetcher
+from thinwire.follow.install import install_anchor, install_reference
+from thinwire.follow.loading import check_room, load_delta
+from thinwire.follow.prefetch import ahead
+from thinwire.follow.reference import local_copy
+from thinwire.follow.selection import Selection
+from thinwire.follow.sink import Mark, Sink
+from thinwire.follow.steps import Step
+from thinwire.follow.stream import Stream
+from thinwire.stream.events import Applied, Fetched, Observers
+from thinwire.stream.records import Manifest, Source
+from thinwire.stream.version import Version
+
+# A delta is never much larger than the model; small models get some room for names and files.
+_DELTA_ROOM_BYTES = 64 << 20
+
+OnBytes = Callable[[int], None] | None
+
+
+class Loaded(NamedTuple):
+    """A step with its target's manifest, and its delta; an anchor has none, it is streamed."""
+
+    step: Step
+    manifest: Manifest
+    delta: DeltaSet | None
+
+
+class StepFailed(Exception):
+    """Which step failed: there may be another way."""
+
+    def __init__(self, step: Step, error: ThinwireError) -> None:
+        super().__init__(str(error))
+        self.step = step
+        self.error = error
+
+
+class Walker:
+    """Takes a sink along the steps of a way."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        sink: Sink,
+        fetcher: Fetcher,
+        selection: Selection,
+        base: str | os.PathLike[str] | None,
+        observers: Observers,
+    ) -> None:
+        self._stream = stream
+        self._sink = sink
+        self._fetcher = fetcher
+        self._selection = selection
+        self.base = base
+        self._observers = observers
+
+    def has_copy(self, source: Source) -> bool:
+        """Whether a copy of a source is on this machine; it is proved when it is used."""
+        try:
+            local_copy(source, self.base)
+        except NotFound:
+            return False
+        return True
+
+    def walk(
+        self,
+        way: Iterator[Step],
+        mark: Mark | None,
+        on_bytes: OnBytes = None,
+    ) -> Iterator[Version]:
+        """Take every step; yields each version that the sink then holds.
+
+        Raises:
+            StepFailed: A step cannot be fetched or applied; the sink is where the last one led.
+        """
+        for loaded in ahead(self._loads(way, mark, self._delta_limit(mark))):
+            if isinstance(loaded, StepFailed):
+                raise loaded
+            try:
+                version = self.apply(loaded, mark, on_bytes)
+            except ThinwireError as error:
+                raise StepFailed(loaded.step, error) from error
+            yield version
+            mark = self._sink.mark()
+
+    def load(self, step: Step, mark: Mark | None) -> Loaded:
+        """Fetch and open the delta of a step from what the sink holds.
+
+        Raises:
+            StepFailed: It is not what it should be, or is not there.
+        """
+        found = next(self._loads(iter([step]), mark, self._delta_limit(mark)))
+        if isinstance(found, StepFailed):
+            raise found
+        return found
+
+    def apply(self, loaded: Loaded, mark: Mark | None, on_bytes: OnBytes = None) -> Version:
+        """Apply a loaded step to the sink and close it.
+
+        Raises:
+            ThinwireError: The sink is as it was.
+        """
+        start_s = time.perf_counter()
+        step, manifest, delta = loaded
+        version = Version.of(manifest)
+        new = Mark.of(version, manifest.stream, self._selection.patterns)
+        if delta is None:
+            self._check_room(step, None)
+            install_anchor(self._sink, step, new, self._fetcher, self._selection, on_bytes)
+        else:
+            with delta:
+                self._apply_delta(step, manifest, delta, new, on_bytes)
+        self._observers.on_event(
+            Applied(
+                url=self._stream.url,
+                lineage=step.lineage,
+                version=version.version,
+                kind=step.kind,
+                base=None if mark is None else mark.version,
+                wall_s=time.perf_counter() - start_s,
+                age_s=time.time() - version.created_ms / 1000,
+            )
+        )
+        return version
+
+    def _apply_delta(
+        self, step: Step, manifest: Manifest, delta: DeltaSet, new: Mark, on_bytes: OnBytes
+    ) -> None:
+        if step.kind != "reference":
+            self._sink.apply(delta, new)
+            return
+        assert manifest.source is not None
+        path = local_copy(manifest.source, self.base)
+        copy = Checkpoint.open(path, ignore_subfolders=True)
+        install_reference(self._sink, step, new, delta, copy, self._selection, on_bytes)
+
+    def _loads(
+        self, way: Iterator[Step], mark: Mark | None, limit_bytes: int | None
+    ) -> Iterator[Loaded | StepFailed]:
+        """Runs beside what is done to the sink, and so never looks at it."""
+        weights = None if mark is None else mark.weights
+        for step in way:
+            try:
+                manifest = step.manifest or self._stream.require(step.lineage, step.target)
+                delta = None
+                if step.kind == "anchor":
+                    limit_bytes = 2 * step.payload_bytes + _DELTA_ROOM_BYTES
+                else:
+                    base_weights = None if step.base is None else weights
+                    delta = self._load_delta(step, base_weights, limit_bytes)
+            except ThinwireError as error:
+                yield StepFailed(step, error)
+                return
+            yield Loaded(step, manifest, delta)
+            weights = step.weights
+
+    def _load_delta(
+        self, step: Step, base_weights: str | None, limit_bytes: int | None
+    ) -> DeltaSet:
+        self._check_room(step, limit_bytes)
+        start_s = time.perf_counter()
+        fetched, cached = self._fetcher.fetched_bytes, self._fetcher.cached_bytes
+        delta = load_delta(
+            step,
+            self._fetcher,
+            self._sink.scratch(),
+            base_weights=base_weights,
+            selection=self._selection,
+        )
+        self._observers.on_event(
+            Fetched(
+                url=self._stream.url,
+                lineage=step.lineage,
+                version=step.target.version,
+                kind=step.kind,
+                payload_bytes=self._fetcher.fetched_bytes - fetched,
+                cached_bytes=self._fetcher.cached_bytes - cached,
+                wall_s=time.perf_counter() - start_s,
+            )
+        )
+        return delta
+
+    def _check_room(self, step: Step, limit_bytes: int | None) -> None:
+        what = f"version {step.target.version} of {self._stream.url}"
+        check_room(self._sink.scratch(), step.payload_bytes, limit_bytes, what)
+
+    def _delta_limit(self, mark: Mark | None) -> int | None:
+        """The most that a delta to what the sink holds can reasonably have."""
+        if mark is None or not self._selection.is_all:
+            return None
+        tensors = self._sink.checkpoint().tensors.values()
+        return 2 * sum(tensor.data.size for tensor in tensors) + _DELTA_ROOM_BYTES

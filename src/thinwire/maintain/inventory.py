@@ -1,0 +1,113 @@
+"""What a lineage has besides its step deltas, and the catalog that tells followers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.errors import NotFound
+from thinwire.follow import Stream
+from thinwire.stream import keys
+from thinwire.stream.encoding import encode
+from thinwire.stream.records import FORMAT, Anchor, AnchorHint, Catalog, Manifest, Merge, Retired
+from thinwire.stream.routes import Options
+
+
+@dataclass
+class Inventory:
+    """A lineage's merged deltas and anchors.
+
+    Attributes:
+        begin: The lineage's first version.
+        merges: The merged deltas by (base, version).
+        anchors: The anchors made later on, by version.
+        has_first_anchor: Whether the first version's own files are still to be used.
+        steps_from: Step deltas of later versions are there.
+        retired: What was dropped and may still be in use.
+    """
+
+    begin: Manifest
+    merges: dict[tuple[int, int], Merge]
+    anchors: dict[int, Anchor]
+    has_first_anchor: bool
+    steps_from: int
+    retired: list[Retired]
+
+    @classmethod
+    def load(cls, stream: Stream, lineage: str, first: int) -> Inventory:
+        """Read it: what the catalog says, and what a listing shows besides.
+
+        A listing may miss something, and so may the catalog; nothing is removed on their word.
+
+        Raises:
+            NotFound: The lineage has no first version.
+        """
+        begin = stream.manifest(lineage, first)
+        if begin is None or begin.kind == "end":
+            raise NotFound(f"lineage {lineage} of {stream.url} has no first version")
+        catalog = stream.catalog(lineage)
+        merges = {(m.base.version, m.target.version): m for m in catalog.merges}
+        for entry in stream.store.list(keys.merges(lineage)):
+            name = entry.key.removeprefix(keys.merges(lineage)).removesuffix(".json")
+            versions = keys.versions_of(name)
+            if versions is not None and versions not in merges:
+                found = stream.merge(lineage, *versions)
+                if found is not None:
+                    merges[versions] = found
+        versions_listed = {hint.version for hint in catalog.anchors} - {first}
+        is_first_listed = any(hint.version == first for hint in catalog.anchors)
+        anchors = {}
+        for version in sorted(versions_listed | set(_listed_anchors(stream, lineage))):
+            anchor = stream.anchor(lineage, version)
+            if anchor is not None:
+                anchors[version] = anchor
+        return cls(
+            begin,
+            merges,
+            anchors,
+            begin.kind == "anchor" and (catalog.steps_from <= first or is_first_listed),
+            max(first, catalog.steps_from),
+            list(catalog.retired),
+        )
+
+    def options(self, step_bytes: int) -> Options:
+        """What a way may go by. The copies of a first version by reference count as an anchor."""
+        anchors = self.anchor_sizes()
+        if not anchors and self.begin.kind == "reference":
+            anchors = {self.begin.version: self.begin.payload_bytes}
+        merges = {pair: merge.payload_bytes for pair, merge in self.merges.items()}
+        return Options(anchors, merges, self.steps_from, step_bytes)
+
+    def anchor_sizes(self) -> dict[int, int]:
+        """Bytes of each anchor by version."""
+        sizes = {version: anchor.payload_bytes for version, anchor in self.anchors.items()}
+        if self.has_first_anchor:
+            sizes[self.begin.version] = self.begin.payload_bytes
+        return sizes
+
+    def catalog(self) -> Catalog:
+        """What followers are told."""
+        return Catalog(
+            format=FORMAT,
+            lineage=self.begin.lineage,
+            steps_from=self.steps_from,
+            merges=[self.merges[pair] for pair in sorted(self.merges)],
+            anchors=[AnchorHint(v, size) for v, size in sorted(self.anchor_sizes().items())],
+            retired=self.retired,
+        )
+
+    def publish(self, stream: Stream) -> None:
+        """Write the catalog, if it says anything new."""
+        catalog = self.catalog()
+        if catalog != stream.catalog(catalog.lineage):
+            stream.store.put(keys.catalog(catalog.lineage), encode(catalog))
+
+
+def _listed_anchors(stream: Stream, lineage: str) -> list[int]:
+    folder = keys.anchors(lineage)
+    found = []
+    for entry in stream.store.list(folder):
+        name = entry.key.removeprefix(folder)
+        version = keys.version_of(name.removesuffix(".json"))
+        if name.endswith(".json") and version is not None:
+            found.append(version)
+    return found

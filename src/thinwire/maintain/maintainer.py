@@ -1,0 +1,306 @@
+"""Looks after a stream, beside live publishers and followers and other maintainers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from thinwire.errors import FormatError, NotFound, StreamError, ThinwireError
+from thinwire.follow import Stream, open_stream
+from thinwire.maintain.anchoring import make_anchor
+from thinwire.maintain.inventory import Inventory
+from thinwire.maintain.merging import due_merges, make_merge
+from thinwire.maintain.pruning import Removed, ages_s, collect, prune
+from thinwire.maintain.trails import Trails
+from thinwire.stream import keys
+from thinwire.stream.encoding import MAX_SMALL_BYTES, encode, parse_hint
+from thinwire.stream.events import Maintained, Observer, Observers, Refused
+from thinwire.stream.records import FORMAT, Lease, Manifest
+from thinwire.stream.retention import is_anchor_due, oldest_kept
+
+_LEASE_TTL_S = 900
+# A follower's lease lives this long at most, whatever it says.
+_MAX_LEASE_S = 86_400
+_BACKGROUND = "background"
+
+
+class Work(NamedTuple):
+    """What one round did. ``is_other``: another maintainer is in charge, so nothing was done."""
+
+    merge_count: int = 0
+    anchor_count: int = 0
+    dropped_count: int = 0
+    removed: Removed = Removed(0, 0)
+    is_other: bool = False
+
+
+class Maintainer:
+    """Makes merged deltas and anchors, prunes, and removes orphans.
+
+    Everything it makes is committed by put-if-absent, and everything it removes was dropped, or
+    orphaned, for the policy's ``grace_s``: so any number of them may run at once without harm. A
+    lease keeps them from doing the same work twice.
+
+    Args:
+        stream: The stream, or its URL.
+        work_dir: Where copies of the model are kept: one for the head and one for each merge
+            level that is in use.
+        base: Where a copy of the model is that the stream begins with by reference.
+        is_background: A publisher's own, which leaves the work to any other.
+        give_way: Called between pieces of work; may wait, or raise to end the work.
+        observer: Told of every event.
+    """
+
+    def __init__(
+        self,
+        stream: Stream | str | os.PathLike[str],
+        work_dir: str | os.PathLike[str],
+        *,
+        base: str | os.PathLike[str] | None = None,
+        is_background: bool = False,
+        give_way: Callable[[], None] = lambda: None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.stream = stream if isinstance(stream, Stream) else open_stream(stream)
+        self._observers = Observers(observer)
+        self._folder = Path(work_dir)
+        self._base = base
+        self._give_way = give_way
+        self._holder = _BACKGROUND if is_background else secrets.token_hex(16)
+        self._trails: dict[str, Trails] = {}
+        self._stopped = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the copies, and of the lease."""
+        self.stop()
+        for trails in self._trails.values():
+            trails.close()
+        self._trails.clear()
+        with suppress(ThinwireError):
+            held = self._lease()
+            if held is not None and held.holder == self._holder:
+                self.stream.store.delete([keys.maintainer()])
+
+    def stop(self) -> None:
+        """End :meth:`watch` after the piece of work that runs. From any thread."""
+        self._stopped.set()
+
+    def watch(self, every_s: float = 10.0) -> None:
+        """Look after the stream until :meth:`stop`; failures that may pass are told and retried.
+
+        Raises:
+            ThinwireError: What will not pass by itself.
+        """
+        while not self._stopped.is_set():
+            try:
+                self.run_once()
+            except ThinwireError as error:
+                if not error.retryable and not isinstance(error, NotFound):
+                    raise
+                self._refuse(error)
+            self._stopped.wait(every_s)
+
+    def run_once(self) -> Work:
+        """Do everything that is due now.
+
+        Raises:
+            NotFound: There is no such stream.
+            ThinwireError: Something failed; what was made stays, what was not is made next time.
+        """
+        self.stream.record()
+        now_s = self._take_lease()
+        if now_s is None:
+            return Work(is_other=True)
+        head = self.stream.tip().head
+        if head is None:
+            return Work()
+        policy = self.stream.record().policy
+        inventory = Inventory.load(self.stream, head.lineage, head.first)
+        merge_count = self._merge(inventory, head, policy.merge_levels)
+        anchor_count = self._anchor(inventory, head)
+        inventory.publish(self.stream)
+        dropped, removed = self._tidy(inventory, head, now_s)
+        return Work(merge_count, anchor_count, dropped, removed)
+
+    def _merge(self, inventory: Inventory, head: Manifest, levels: list[int]) -> int:
+        made = 0
+        first, steps_from = inventory.begin.version, inventory.steps_from
+        due = due_merges(first, head.version, steps_from, levels, inventory.merges)
+        for base, version in due:
+            if self._stopped.is_set():
+                break
+            self._give_way()
+            with self._going_on():
+                old = self._trails_of(head).at(version - base, self._manifest(head, base))
+                new = self._trails_of(head).at(0, self._manifest(head, version))
+                merge = make_merge(self.stream, old, new, self._give_way)
+                if merge is not None:
+                    made += 1
+                    inventory.merges[base, version] = merge
+                    inventory.publish(self.stream)
+                    self._tell("merge", version, 1, merge.payload_bytes)
+        return made
+
+    def _anchor(self, inventory: Inventory, head: Manifest) -> int:
+        policy = self.stream.record().policy
+        newest = max([*inventory.anchor_sizes(), inventory.begin.version])
+        step_bytes = head.payload_bytes if head.kind == "delta" else head.raw_bytes
+        options = inventory.options(step_bytes)
+        self._give_way()
+        if newest == head.version or self._stopped.is_set():
+            return 0
+        if not is_anchor_due(policy, newest, head.version, options, head.raw_bytes):
+            return 0
+        with self._going_on():
+            anchor = make_anchor(self.stream, self._trails_of(head).at(0, head), self._give_way)
+            if anchor is not None:
+                inventory.anchors[head.version] = anchor
+                self._tell("anchor", head.version, len(anchor.files), anchor.payload_bytes)
+                return 1
+        return 0
+
+    def _tidy(self, inventory: Inventory, head: Manifest, now_s: float) -> tuple[int, Removed]:
+        """Prune and collect, in this lineage and in those that ended."""
+        policy = self.stream.record().policy
+        ages = ages_s(self.stream, head.lineage, inventory.steps_from, now_s)
+        oldest = oldest_kept(policy, ages, self._leased(now_s), head.version)
+        dropped = prune(self.stream, inventory, oldest, now_s)
+        removed = collect(self.stream, inventory, policy, now_s)
+        lineage, begin = inventory.begin.previous, inventory.begin
+        while lineage and begin.base is not None:
+            end = self.stream.require(lineage, begin.base)
+            with suppress(NotFound):
+                past = Inventory.load(self.stream, lineage, end.first)
+                is_over = (
+                    oldest >= end.version and end.created_ms / 1000 < now_s - policy.keep_age_s
+                )
+                more = collect(self.stream, past, policy, now_s, is_over)
+                removed = Removed(*(a + b for a, b in zip(removed, more, strict=True)))
+            found = self.stream.manifest(lineage, end.first)
+            if found is None:
+                break
+            lineage, begin = found.previous, found
+        if dropped:
+            self._tell("prune", head.version, dropped, 0)
+        if removed.object_count:
+            self._tell("collect", head.version, *removed)
+        return dropped, removed
+
+    def _leased(self, now_s: float) -> list[int]:
+        """The versions that live leases of followers name."""
+        found = []
+        for entry in self.stream.store.list(keys.LEASES):
+            if entry.key == keys.maintainer() or now_s - entry.modified_s > _MAX_LEASE_S:
+                continue
+            with suppress(NotFound, FormatError):
+                data = self.stream.store.get(entry.key, limit_bytes=MAX_SMALL_BYTES)
+                lease = parse_hint(data, Lease, entry.key)
+                if now_s - entry.modified_s < lease.ttl_s and lease.version > 0:
+                    found.append(lease.version)
+        return found
+
+    def _take_lease(self) -> float | None:
+        """Be the one in charge: the time by the store's clock; None: another one is."""
+        key = keys.maintainer()
+        mine = Lease(FORMAT, self._holder, "0" * 32, 1, _LEASE_TTL_S)
+        held = self._lease()
+        is_free = held is None or held.holder in (self._holder, _BACKGROUND)
+        if not is_free:
+            now_s, modified_s = self._store_time(), self._modified_s(key)
+            if modified_s is not None and now_s - modified_s < _LEASE_TTL_S:
+                return None
+        self.stream.store.put(key, encode(mine))
+        return self._modified_s(key) or self._store_time()
+
+    def _lease(self) -> Lease | None:
+        try:
+            data = self.stream.store.get(keys.maintainer(), limit_bytes=MAX_SMALL_BYTES)
+            return parse_hint(data, Lease, keys.maintainer())
+        except (NotFound, FormatError):
+            return None
+
+    def _store_time(self) -> float:
+        """The store's clock: when it says that something was written just now."""
+        key = f"{keys.LEASES}clock-{self._holder}.json"
+        self.stream.store.put(key, b"{}")
+        modified_s = self._modified_s(key)
+        self.stream.store.delete([key])
+        if modified_s is None:
+            raise StreamError(f"{self.stream.url}: what was just written is not listed")
+        return modified_s
+
+    def _modified_s(self, key: str) -> float | None:
+        for entry in self.stream.store.list(keys.LEASES):
+            if entry.key == key:
+                return entry.modified_s
+        return None
+
+    def _trails_of(self, head: Manifest) -> Trails:
+        if head.lineage not in self._trails:
+            folder = self._folder / head.lineage
+            self._trails[head.lineage] = Trails(self.stream, folder, self._base, self._observers)
+        return self._trails[head.lineage]
+
+    def _manifest(self, head: Manifest, version: int) -> Manifest:
+        found = head if version == head.version else self.stream.manifest(head.lineage, version)
+        if found is None:
+            raise NotFound(f"{self.stream.url}: version {version} has no manifest")
+        return found
+
+    def _going_on(self) -> _GoingOn:
+        return _GoingOn(self._refuse)
+
+    def _tell(self, kind: str, version: int, object_count: int, payload_bytes: int) -> None:
+        self._observers.on_event(
+            Maintained(
+                url=self.stream.url,
+                lineage="",
+                version=version,
+                kind=kind,
+                object_count=object_count,
+                payload_bytes=payload_bytes,
+            )
+        )
+
+    def _refuse(self, error: ThinwireError) -> None:
+        self._observers.on_event(
+            Refused(url=self.stream.url, lineage="", version=0, code=error.code, reason=str(error))
+        )
+
+
+class _GoingOn:
+    """One thing that cannot be made must not keep the others from being made."""
+
+    def __init__(self, tell: Callable[[ThinwireError], None]) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, ThinwireError) and not error.retryable:
+            self._tell(error)
+            return True
+        return False

@@ -1,0 +1,206 @@
+"""What nobody needs any more goes: references first, what they name a while later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import NamedTuple
+
+from thinwire.errors import HistoryPruned
+from thinwire.follow import Stream
+from thinwire.maintain.inventory import Inventory
+from thinwire.maintain.upload import shard_keys
+from thinwire.store import Entry
+from thinwire.stream import keys
+from thinwire.stream.records import Manifest, Policy, Retired
+from thinwire.stream.retention import Kept, decide_kept
+
+
+class Removed(NamedTuple):
+    """What was deleted."""
+
+    object_count: int
+    payload_bytes: int
+
+
+def prune(stream: Stream, inventory: Inventory, oldest: int, now_s: float) -> int:
+    """Drop the references to what is not needed to keep every version from ``oldest`` reachable.
+
+    The objects stay until :func:`collect` finds that they were dropped long enough ago.
+
+    Returns:
+        How many merged deltas and anchors, and whether step deltas, were dropped.
+    """
+    try:
+        # What a way costs does not matter here, only where it leads along.
+        kept = decide_kept(oldest, inventory.begin.version, inventory.options(1))
+    except HistoryPruned:
+        return 0
+    retired = list(_retire(inventory, kept, int(now_s * 1000)))
+    if not retired:
+        return 0
+    for entry in retired:
+        if entry.kind == "merge":
+            del inventory.merges[entry.base, entry.version]
+        elif entry.kind == "steps":
+            inventory.steps_from = entry.version
+        elif entry.version == inventory.begin.version:
+            inventory.has_first_anchor = False
+        else:
+            del inventory.anchors[entry.version]
+    inventory.retired += retired
+    inventory.publish(stream)
+    lineage = inventory.begin.lineage
+    doomed = [keys.merge(lineage, r.base, r.version) for r in retired if r.kind == "merge"]
+    doomed += [keys.anchor(lineage, r.version) for r in retired if r.kind == "anchor"]
+    stream.store.delete(doomed)
+    return len(retired)
+
+
+def collect(
+    stream: Stream, inventory: Inventory, policy: Policy, now_s: float, is_over: bool = False
+) -> Removed:
+    """Delete objects that no manifest names, or that were dropped, once they are old enough.
+
+    Orphans are left by publishers that failed, lost a race or were killed. An object is removed
+    only after the manifest that could name it was looked for directly; a listing is not enough.
+
+    Args:
+        stream: The stream.
+        inventory: The lineage's.
+        policy: How old is old enough.
+        now_s: The time by the store's clock.
+        is_over: The lineage ended, and nothing of it is needed any more.
+    """
+    limit_s = now_s - policy.grace_s
+    lineage = inventory.begin.lineage
+    guard = _Guard(stream, inventory, limit_s, is_over)
+    doomed: list[Entry] = []
+    deltas = stream.store.list(keys.deltas(lineage))
+    for name, entries in _folders(deltas, keys.deltas(lineage)):
+        versions = keys.versions_of(name)
+        if versions is not None and all_old(entries, limit_s):
+            wanted = guard.shards(*versions, entries)
+            doomed += [entry for entry in entries if entry.key not in wanted]
+    anchors = stream.store.list(keys.anchors(lineage))
+    for name, entries in _folders(anchors, keys.anchors(lineage)):
+        version = keys.version_of(name.partition("-")[0])
+        if version is None or "-" not in name or not all_old(entries, limit_s):
+            continue
+        if not guard.needs_anchor(version, name.partition("-")[2]):
+            doomed += entries
+    stream.store.delete([entry.key for entry in doomed])
+    before = len(inventory.retired)
+    inventory.retired = [r for r in inventory.retired if r.at_ms / 1000 > limit_s]
+    if len(inventory.retired) != before:
+        inventory.publish(stream)
+    return Removed(len(doomed), sum(entry.size_bytes for entry in doomed))
+
+
+def all_old(entries: Iterable[Entry], limit_s: float) -> bool:
+    """Whether nothing in a folder is younger than the limit: else someone may be at it."""
+    return all(entry.modified_s < limit_s for entry in entries)
+
+
+class _Guard:
+    """Knows which objects of a lineage are named by something."""
+
+    def __init__(self, stream: Stream, inventory: Inventory, limit_s: float, is_over: bool) -> None:
+        self._stream = stream
+        self._inventory = inventory
+        self._lineage = inventory.begin.lineage
+        self._limit_ms = limit_s * 1000
+        self._is_over = is_over
+        folder = keys.manifests(self._lineage)
+        after = keys.manifest(self._lineage, inventory.steps_from)
+        self._listed = {
+            keys.version_of(entry.key.removeprefix(folder).removesuffix(".json"))
+            for entry in stream.store.list(folder, after=after)
+        }
+
+    def shards(self, base: int, version: int, entries: list[Entry]) -> set[str]:
+        """Which of the objects of a delta's folder are needed."""
+        names = {entry.key for entry in entries}
+        if self._in_use("steps" if version - base == 1 else "merge", base, version):
+            return names
+        if version - base > 1:
+            return self._merge_shards(base, version)
+        if base == version:
+            begin = self._inventory.begin
+            is_begin = begin.kind == "reference" and version == begin.version
+            return _keys_of(begin) if is_begin and not self._is_over else set()
+        if self._is_over or version <= self._inventory.steps_from:
+            return set()
+        sessions = {name.rpartition("/")[2].partition("-")[0] for name in names}
+        if version in self._listed and len(sessions) == 1:
+            # Committed, and nobody else tried: looking into a thousand manifests is not needed.
+            return names
+        manifest = self._stream.manifest(self._lineage, version)
+        return set() if manifest is None or manifest.kind == "end" else _keys_of(manifest)
+
+    def needs_anchor(self, version: int, session: str) -> bool:
+        """Whether the files of an anchor are needed."""
+        if self._in_use("anchor", 0, version):
+            return True
+        if self._is_over:
+            return False
+        begin = self._inventory.begin
+        if version == begin.version and session == begin.session[:16]:
+            return begin.kind == "anchor" and self._inventory.has_first_anchor
+        anchor = self._inventory.anchors.get(version)
+        if anchor is None:
+            anchor = self._stream.anchor(self._lineage, version)
+        return anchor is not None and session == anchor.session[:16]
+
+    def _merge_shards(self, base: int, version: int) -> set[str]:
+        merge = self._inventory.merges.get((base, version))
+        if merge is None and not self._is_over:
+            merge = self._stream.merge(self._lineage, base, version)
+        if merge is None or self._is_over:
+            return set()
+        return set(shard_keys(self._lineage, base, version, merge.session, merge.shards))
+
+    def _in_use(self, kind: str, base: int, version: int) -> bool:
+        """Whether something was dropped, but so lately that someone may still be fetching it."""
+        for entry in self._inventory.retired:
+            if entry.kind != kind or entry.at_ms <= self._limit_ms:
+                continue
+            if kind == "steps" and entry.base < version <= entry.version:
+                return True
+            if kind != "steps" and (entry.base, entry.version) == (base, version):
+                return True
+        return False
+
+
+def _keys_of(manifest: Manifest) -> set[str]:
+    base = manifest.base.version if manifest.kind == "delta" and manifest.base else manifest.version
+    names = shard_keys(manifest.lineage, base, manifest.version, manifest.session, manifest.shards)
+    return set(names)
+
+
+def _retire(inventory: Inventory, kept: Kept, at_ms: int) -> Iterator[Retired]:
+    for base, version in inventory.merges:
+        if (base, version) not in kept.merges:
+            yield Retired("merge", base, version, at_ms)
+    for version in inventory.anchor_sizes():
+        if version not in kept.anchors:
+            yield Retired("anchor", 0, version, at_ms)
+    if kept.steps_from > inventory.steps_from:
+        yield Retired("steps", inventory.steps_from, kept.steps_from, at_ms)
+
+
+def _folders(entries: Iterator[Entry], prefix: str) -> Iterator[tuple[str, list[Entry]]]:
+    """A sorted listing, folder by folder."""
+    for name, group in groupby(entries, lambda e: e.key.removeprefix(prefix).partition("/")[0]):
+        yield name, list(group)
+
+
+def ages_s(stream: Stream, lineage: str, after: int, now_s: float) -> Mapping[int, float]:
+    """The age of each version after ``after`` by the store's clock."""
+    folder = keys.manifests(lineage)
+    ages = {}
+    for entry in stream.store.list(folder, after=keys.manifest(lineage, after)):
+        version = keys.version_of(entry.key.removeprefix(folder).removesuffix(".json"))
+        if version is not None:
+            ages[version] = now_s - entry.modified_s
+    return ages

@@ -1,0 +1,170 @@
+"""Where the next version goes, and its commit: the only code that makes a version exist."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import NamedTuple
+
+from thinwire.errors import AlreadyExists, CommitConflict, Fenced
+from thinwire.follow import Stream
+from thinwire.stream import keys
+from thinwire.stream.encoding import encode, link_of, sign
+from thinwire.stream.records import FORMAT, Head, Link, Manifest
+
+
+class Place(NamedTuple):
+    """Where the next version goes.
+
+    Attributes:
+        lineage: Its lineage.
+        first: The first version of that.
+        version: Its number.
+        base: The version before, or the end of the lineage before; None: there is none.
+        previous: For the first version of a lineage: the lineage that it follows, if any.
+    """
+
+    lineage: str
+    first: int
+    version: int
+    base: Link | None
+    previous: str
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins a lineage."""
+        return self.version == self.first
+
+
+class Landed(Exception):
+    """An earlier attempt of ours, whose answer was lost, had succeeded."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__()
+        self.manifest = manifest
+
+
+class Committer:
+    """Knows the head of a stream, as one publisher sees it, and moves it.
+
+    Attributes:
+        session: A random id of this publisher's; part of the keys of what it uploads.
+        head: The newest version; None: there is none.
+        end: The end of the head's lineage, whose successor has no version yet; usually None.
+    """
+
+    def __init__(self, stream: Stream, *, new_lineage: bool) -> None:
+        self._stream = stream
+        self._begins_lineage = new_lineage
+        self._fenced: str | None = None
+        self.session = secrets.token_hex(16)
+        self._sessions = {self.session}
+        self.head, self.end = stream.tip()
+
+    def check_open(self) -> None:
+        """Raise Fenced if this publisher was superseded."""
+        if self._fenced is not None:
+            raise Fenced(
+                f"{self._stream.url}: this publisher was superseded: {self._fenced}",
+                hint="Stop it, or open it again if it is the one that shall go on",
+            )
+
+    def renew_session(self) -> None:
+        """Take another id, where an upload could replace what an earlier attempt uploaded."""
+        self.session = secrets.token_hex(16)
+        self._sessions.add(self.session)
+
+    def place(self) -> Place:
+        """Where the next version goes; begins the new lineage, if one was asked for."""
+        self.check_open()
+        if self._begins_lineage and self.end is None and self.head is not None:
+            self.end = self._end_lineage(self.head)
+        end, head = self.end, self.head
+        if end is not None:
+            return Place(end.successor, end.version, end.version, link_of(end), end.lineage)
+        if head is None:
+            return Place(self._stream.record().lineage, 1, 1, None, "")
+        return Place(head.lineage, head.first, head.version + 1, link_of(head), "")
+
+    def commit(self, manifest: Manifest) -> Manifest:
+        """Make a version exist, and tell followers where to look.
+
+        Returns:
+            The manifest, signed.
+
+        Raises:
+            CommitConflict, Fenced: Someone else took its place.
+            Landed: An earlier attempt of ours took it; it is the head now.
+            StoreError: The store failed; the version may or may not exist.
+        """
+        manifest = sign(manifest, self._stream.signing_key)
+        data = encode(manifest)
+        try:
+            key = keys.manifest(manifest.lineage, manifest.version)
+            self._stream.store.put_if_absent(key, data)
+        except AlreadyExists:
+            found = self._stream.manifest(manifest.lineage, manifest.version)
+            if found is None or encode(found) != data:
+                self._judge(found, manifest)
+        self._move(manifest)
+        return manifest
+
+    def announce(self) -> None:
+        """Write the hint where the head is.
+
+        Raises:
+            StoreError: It could not be written; that does no harm.
+        """
+        assert self.head is not None
+        hint = Head(FORMAT, self.head.lineage, self.head.version)
+        self._stream.store.put(keys.HEAD, encode(hint))
+
+    def _move(self, head: Manifest) -> None:
+        self.head, self.end = head, None
+        self._begins_lineage = False
+
+    def _judge(self, found: Manifest | None, ours: Manifest) -> None:
+        """Who took our place?"""
+        if found is not None and found.session in self._sessions and found.kind != "end":
+            self._move(found)
+            raise Landed(found)
+        if found is not None and found.kind == "end":
+            self._fenced = f"a new lineage was begun at version {found.version}"
+            self.check_open()
+        self._fenced = f"another publisher committed version {ours.version}"
+        raise CommitConflict(
+            f"{self._stream.url}: another publisher committed version {ours.version} first",
+            hint="Only one trainer may publish to a stream. If the other one is gone, open the "
+            "publisher again: it goes on from the head",
+            version=ours.version,
+        )
+
+    def _end_lineage(self, head: Manifest) -> Manifest:
+        """Take the place after the head, so that nobody else can go on there."""
+        while True:
+            end = Manifest(
+                format=FORMAT,
+                type=Manifest.TYPE,
+                stream=head.stream,
+                created_ms=time.time_ns() // 1_000_000,
+                kind="end",
+                lineage=head.lineage,
+                first=head.first,
+                version=head.version + 1,
+                session=self.session,
+                base=link_of(head),
+                successor=secrets.token_hex(16),
+            )
+            end = sign(end, self._stream.signing_key)
+            try:
+                key = keys.manifest(end.lineage, end.version)
+                self._stream.store.put_if_absent(key, encode(end))
+            except AlreadyExists:
+                found = self._stream.manifest(end.lineage, end.version)
+                if found is None:
+                    raise
+                if found.kind == "end":
+                    return found
+                head = found
+            else:
+                return end

@@ -1,0 +1,42 @@
+"""Making a stream, and proving that its store is fit for one."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import suppress
+
+from thinwire.errors import AlreadyExists, NotFound
+from thinwire.follow import Stream
+from thinwire.store import prove_put_if_absent
+from thinwire.stream import keys
+from thinwire.stream.encoding import MAX_SMALL_BYTES, encode, sign
+from thinwire.stream.records import FORMAT, StreamRecord
+
+
+def create_stream(stream: Stream) -> StreamRecord:
+    """The stream's record; made if there is none. Of several that try at once, one makes it.
+
+    Raises:
+        UnsafeStore: The store does not honour put-if-absent.
+    """
+    try:
+        record = stream.record()
+    except NotFound:
+        made = StreamRecord(
+            format=FORMAT,
+            type=StreamRecord.TYPE,
+            stream=secrets.token_hex(16),
+            created_ms=time.time_ns() // 1_000_000,
+            lineage=secrets.token_hex(16),
+            model=stream.model,
+            policy=stream.policy,
+        )
+        with suppress(AlreadyExists):
+            data = encode(sign(made, stream.signing_key))
+            stream.store.put_if_absent(keys.STREAM, data)
+        record = stream.record()
+    # The bytes as they lie there: writing the same ones again does no harm.
+    data = stream.store.get(keys.STREAM, limit_bytes=MAX_SMALL_BYTES)
+    prove_put_if_absent(stream.store, keys.STREAM, data)
+    return record

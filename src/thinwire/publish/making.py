@@ -1,0 +1,216 @@
+"""Versions in the making: encoded, uploaded, committed; then the baseline moves on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from thinwire.checkpoint import Checkpoint
+from thinwire.checkpoint.safetensors_file import StoredTensor
+from thinwire.codec.chunk import Spec
+from thinwire.codec.container import Attachment
+from thinwire.codec.plan import Pair, word_count
+from thinwire.errors import BaseMismatch, CommitConflict, Fenced, ThinwireError, Unavailable
+from thinwire.follow import CheckpointSink, Mark, Stream
+from thinwire.follow.install import tensors_in, weights_of
+from thinwire.follow.reference import content_digest
+from thinwire.follow.steps import Weights
+from thinwire.maintain.upload import Shards, file_record, put_files, shard_keys, write_shards
+from thinwire.publish.committing import Committer, Place
+from thinwire.publish.source import Source, carried_attachments
+from thinwire.stream import keys
+from thinwire.stream.records import FORMAT, Manifest
+from thinwire.stream.records import Source as SourceRecord
+from thinwire.stream.version import Version
+
+_MAX_UPLOADS = 3
+
+
+class Facts(NamedTuple):
+    """What a trainer says of a version."""
+
+    step: int | None
+    metadata: dict[str, Any]
+
+
+class VersionMaker:
+    """Makes versions of one stream from one baseline."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        sink: CheckpointSink,
+        committer: Committer,
+        *,
+        spec: Spec | None,
+        workers: int,
+        shard_raw_bytes: int,
+        on_failure: Callable[[Manifest, ThinwireError], None],
+    ) -> None:
+        self._stream = stream
+        self._store = stream.store
+        self._sink = sink
+        self._committer = committer
+        self._spec = spec
+        self._workers = workers
+        self._shard_raw_bytes = shard_raw_bytes
+        self._on_failure = on_failure
+
+    def make_first(self, place: Place, source: Source, facts: Facts) -> Manifest:
+        """Upload an anchor and commit it; the same files become the baseline."""
+        # Names of files are not made from digests: an earlier attempt may yet turn out to be there.
+        self._committer.renew_session()
+        committed: list[Manifest] = []
+
+        def mark() -> Mark:
+            return Mark.of(Version.of(committed[0]), committed[0].stream, [])
+
+        with self._sink.installing(mark) as staged:
+            paths: dict[str, Path] = {}
+
+            def path_for(name: str) -> Path:
+                paths[name] = staged.path_for(name)
+                return paths[name]
+
+            source.write(path_for)
+            tensors = tensors_in(paths)
+            manifest = self._manifest(place, facts, _as_new(tensors))
+            manifest = msgspec.structs.replace(
+                manifest,
+                kind="anchor",
+                weights=weights_of(tensors),
+                files=[file_record(name, path) for name, path in paths.items()],
+            )
+            session = self._committer.session
+            self._upload(
+                [
+                    (keys.anchor_file(place.lineage, place.version, session, name), path)
+                    for name, path in paths.items()
+                ]
+            )
+            committed.append(self._committer.commit(manifest))
+        return committed[0]
+
+    def make_reference(
+        self, place: Place, copy: Checkpoint, source: SourceRecord, facts: Facts
+    ) -> Manifest:
+        """Commit a version whose weights are those of a copy that both sides hold."""
+        pairs = [
+            Pair(name, tensor.dtype, tuple(tensor.shape), tensor.data, tensor.data)
+            for name, tensor in copy.tensors.items()
+        ]
+        shards = self._encode(pairs, carried_attachments(copy))
+        try:
+            with shards.open() as delta:
+                weights = Weights.of_entries(delta.tensors.values()).new
+            manifest = msgspec.structs.replace(
+                self._manifest(place, facts, pairs, shards),
+                kind="reference",
+                weights=weights,
+                source=source,
+                content=content_digest(copy.tensors),
+            )
+            copy.check_unchanged()
+            return self._commit(manifest, place.version, shards)
+        finally:
+            shards.remove()
+
+    def make_delta(self, place: Place, mark: Mark, source: Source, facts: Facts) -> Manifest:
+        """Diff a source against the baseline, which is at ``mark``; commit; move the baseline.
+
+        Once it is committed, whatever happens to the baseline is told and not raised.
+        """
+        pairs, attachments = source.pairs(self._sink.checkpoint())
+        shards = self._encode(pairs, attachments)
+        try:
+            with shards.open() as delta:
+                source.check_unchanged()
+                weights = Weights.of_entries(delta.tensors.values())
+                if weights.old != mark.weights:
+                    raise BaseMismatch(
+                        f"the baseline in {self._sink.folder} is not version {mark.version} any "
+                        "more: someone changed its weights",
+                        hint="Close this publisher and open it again: it fetches the version",
+                    )
+                manifest = self._manifest(place, facts, pairs, shards)
+                manifest = msgspec.structs.replace(manifest, weights=weights.new)
+                manifest = self._commit(manifest, place.version - 1, shards)
+                try:
+                    self._sink.apply(delta, Mark.of(Version.of(manifest), manifest.stream, []))
+                except ThinwireError as error:
+                    self._on_failure(manifest, error)
+        finally:
+            shards.remove()
+        return manifest
+
+    def _encode(self, pairs: Sequence[Pair], attachments: Sequence[Attachment]) -> Shards:
+        return write_shards(
+            self._sink.scratch(),
+            pairs,
+            attachments,
+            spec=self._spec,
+            workers=self._workers,
+            shard_raw_bytes=self._shard_raw_bytes,
+        )
+
+    def _manifest(
+        self, place: Place, facts: Facts, pairs: Sequence[Pair], shards: Shards | None = None
+    ) -> Manifest:
+        new = [pair for pair in pairs if pair.new is not None]
+        return Manifest(
+            format=FORMAT,
+            type=Manifest.TYPE,
+            stream=self._stream.record().stream,
+            created_ms=time.time_ns() // 1_000_000,
+            kind="delta",
+            lineage=place.lineage,
+            first=place.first,
+            version=place.version,
+            session=self._committer.session,
+            base=place.base,
+            previous=place.previous,
+            step=facts.step,
+            raw_bytes=sum(pair.new.size for pair in new if pair.new is not None),
+            word_count=sum(word_count(pair) for pair in new),
+            changed_count=0 if shards is None else shards.changed_count,
+            shards=[] if shards is None else shards.records,
+            metadata=facts.metadata,
+        )
+
+    def _commit(self, manifest: Manifest, base: int, shards: Shards) -> Manifest:
+        lineage, session = manifest.lineage, manifest.session
+        names = shard_keys(lineage, base, manifest.version, session, shards.records)
+        self._upload(list(zip(names, shards.paths, strict=True)))
+        try:
+            return self._committer.commit(manifest)
+        except (CommitConflict, Fenced):
+            # Named by our session: nobody else can mean them.
+            with suppress(ThinwireError):
+                self._store.delete(names)
+            raise
+
+    def _upload(self, files: Sequence[tuple[str, Path]]) -> None:
+        """Upload files so that none can be taken for an orphan before they are committed."""
+        grace_s = self._stream.record().policy.grace_s
+        for _ in range(_MAX_UPLOADS):
+            start_s = time.monotonic()
+            put_files(self._store, files)
+            if time.monotonic() - start_s <= max(1.0, grace_s / 2):
+                return
+        raise Unavailable(
+            f"{self._stream.url}: uploading took longer than half of the policy's grace_s, "
+            f"{grace_s} s, {_MAX_UPLOADS} times",
+            hint="Use a faster link, or a stream with a longer grace_s",
+        )
+
+
+def _as_new(tensors: Mapping[str, StoredTensor]) -> list[Pair]:
+    return [
+        Pair(name, tensor.dtype, tuple(tensor.shape), None, tensor.data)
+        for name, tensor in tensors.items()
+    ]

@@ -1,0 +1,1 @@
+"""Decisions about a stream: no I/O and no clock. Keys, manifests, signatures, routes, retention."""

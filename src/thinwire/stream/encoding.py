@@ -1,0 +1,260 @@
+"""Records to bytes and back: one encoding, signed, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import msgspec
+
+from thinwire.errors import Corrupt, InvalidArgument, LimitExceeded, Unsupported
+from thinwire.stream.blocks import DIGEST, ObjectRecord, check_record, digest_of
+from thinwire.stream.keys import MAX_VERSION, is_lineage
+from thinwire.stream.records import (
+    FORMAT,
+    Anchor,
+    Catalog,
+    Head,
+    Lease,
+    Link,
+    Manifest,
+    Merge,
+    Signed,
+    StreamRecord,
+)
+from thinwire.stream.signing import SigningKey, check_signature
+
+# Before anything is fetched or parsed.
+MAX_MANIFEST_BYTES = 1 << 26
+MAX_SMALL_BYTES = 1 << 16
+MAX_SHARDS = 1 << 12
+MAX_FILES = 1 << 14
+# A sink's mark, at most 64 KiB, holds it too.
+MAX_METADATA_BYTES = 1 << 14
+MAX_TEXT = 1 << 10
+# What a delta may need in blocks of all shards together is bounded by the manifest's own size.
+
+_S = TypeVar("_S", bound=Signed)
+_R = TypeVar("_R", Catalog, Head, Lease)
+
+
+class _Probe(msgspec.Struct):
+    format: Any = None
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """The one encoding of a record."""
+    return msgspec.json.encode(record, order="sorted")
+
+
+def sign(record: _S, key: SigningKey | None) -> _S:
+    """The record, signed; without a key as it is."""
+    if key is None:
+        return record
+    named = msgspec.structs.replace(record, signer=key.public, signature="")
+    return msgspec.structs.replace(named, signature=key.sign(_signed_bytes(named)))
+
+
+def digest_of_record(record: Signed) -> str:
+    """The digest by which others link to a record."""
+    return digest_of(encode(record))
+
+
+def link_of(manifest: Manifest) -> Link:
+    """How other records name a version."""
+    return Link(manifest.version, digest_of_record(manifest))
+
+
+def parse(data: bytes, cls: type[_S], what: str, trusted: Collection[str] = ()) -> _S:
+    """The record in ``data``, its signature and its content checked.
+
+    Args:
+        data: The bytes of an object.
+        cls: The record it must be.
+        what: Its name for messages.
+        trusted: The pinned keys; empty: unsigned records are taken too.
+
+    Raises:
+        Unsupported: Of a newer format.
+        Corrupt, LimitExceeded: Not such a record, or one that contradicts itself.
+        SignatureInvalid: As :func:`thinwire.stream.signing.check_signature`.
+    """
+    record: _S = _decode(data, cls, what)
+    if record.type != cls.TYPE:
+        raise Corrupt(f"{what} is a {record.type[:40]!r} where a {cls.TYPE!r} belongs")
+    check_parsed(record, what, trusted)
+    return record
+
+
+def check_parsed(record: Signed, what: str, trusted: Collection[str]) -> None:
+    """Check the signature and the content of a record, which may have come inside another."""
+    check_signature(_signed_bytes(record), record.signer, record.signature, trusted, what)
+    if not is_lineage(record.stream):
+        raise Corrupt(f"{what}: the stream's id is malformed")
+    _CHECKS[type(record)](record, what)
+
+
+def parse_hint(data: bytes, cls: type[_R], what: str) -> _R:
+    """An unsigned hint. Errors as :func:`parse`; whoever reads a hint can do without it."""
+    record: _R = _decode(data, cls, what)
+    return record
+
+
+def check_metadata(metadata: dict[str, Any]) -> None:
+    """Raise InvalidArgument unless it is JSON of bearable size."""
+    try:
+        size = len(msgspec.json.encode(metadata, order="sorted"))
+        plain = msgspec.json.decode(msgspec.json.encode(metadata)) == metadata
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidArgument(f"metadata is not JSON: {error}") from None
+    if not plain:
+        raise InvalidArgument("metadata does not survive JSON", hint="Use text, numbers and lists")
+    if size > MAX_METADATA_BYTES:
+        raise InvalidArgument(
+            f"metadata takes {size} bytes; the limit is {MAX_METADATA_BYTES}",
+            hint="Put large things into the checkpoint or elsewhere",
+        )
+
+
+def _signed_bytes(record: Signed) -> bytes:
+    bare = msgspec.structs.replace(record, signature="")
+    return b"thinwire " + record.TYPE.encode() + b"\n" + encode(bare)
+
+
+def _decode(data: bytes, cls: type[Any], what: str) -> Any:
+    try:
+        found = msgspec.json.decode(data, type=_Probe).format
+        if type(found) is int and found > FORMAT:
+            raise Unsupported(
+                f"{what} is of stream format {found}; this release reads {FORMAT}",
+                hint="Upgrade thinwire",
+            )
+        record = msgspec.json.decode(data, type=cls)
+        same = encode(record) == data
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
+        raise Corrupt(f"{what} is malformed: {str(error)[:200]}") from None
+    if record.format != FORMAT or not same:
+        raise Corrupt(f"{what} is not written the one way it can be")
+    return record
+
+
+def _check_stream(record: StreamRecord, what: str) -> None:
+    policy = record.policy
+    levels = policy.merge_levels
+    if not is_lineage(record.lineage) or len(record.model) > MAX_TEXT:
+        raise Corrupt(f"{what}: lineage or model name is malformed")
+    if fault := policy_fault(policy.anchor_every, levels):
+        raise Corrupt(f"{what}: {fault}")
+    if min(policy.keep_versions, policy.keep_age_s, policy.grace_s) < 0:
+        raise Corrupt(f"{what}: a negative retention")
+
+
+def policy_fault(anchor_every: int, levels: list[int]) -> str | None:
+    """What is wrong with a cadence, or None."""
+    if anchor_every < 0:
+        return "anchor_every is negative"
+    if len(levels) > 16 or any(level < 2 or level > MAX_VERSION for level in levels):
+        return "a merge level is below 2, or there are more than 16"
+    for small, large in pairwise(levels):
+        if large <= small or large % small:
+            return f"merge level {large} is not a multiple of {small}"
+    return None
+
+
+def _check_version(record: Manifest, what: str) -> None:
+    _check_place(record.lineage, record.session, what)
+    if not 1 <= record.first <= record.version <= MAX_VERSION:
+        raise Corrupt(f"{what}: version {record.version} of a lineage from {record.first} on")
+    _check_base(record, what)
+    if min(record.raw_bytes, record.word_count, record.changed_count) < 0:
+        raise Corrupt(f"{what}: a negative count")
+    if record.kind == "end":
+        if not is_lineage(record.successor) or record.shards or record.files:
+            raise Corrupt(f"{what}: it ends a lineage without a successor")
+        return
+    if (record.version == record.first) == (record.kind == "delta"):
+        raise Corrupt(f"{what}: version {record.version} cannot be of kind {record.kind!r}")
+    has = (bool(record.files), bool(record.shards), record.source is not None)
+    wanted = {
+        "anchor": (True, False, False),
+        "delta": (False, True, False),
+        "reference": (False, True, True),
+    }
+    if has != wanted[record.kind] or record.successor:
+        raise Corrupt(f"{what}: it does not hold what a version of kind {record.kind!r} holds")
+    _check_digest(record.weights, what)
+    if record.kind == "reference":
+        _check_digest(record.content, what)
+    if record.source is not None and max(map(len, record.source.name.split("\n"))) > MAX_TEXT:
+        raise Corrupt(f"{what}: its source is malformed")
+    _check_parts(record.shards, MAX_SHARDS, what)
+    _check_parts(record.files, MAX_FILES, what)
+    if len(msgspec.json.encode(record.metadata)) > MAX_METADATA_BYTES:
+        raise LimitExceeded(f"{what}: too much metadata")
+
+
+def _check_base(record: Manifest, what: str) -> None:
+    follows = bool(record.previous)
+    if follows and (record.version != record.first or not is_lineage(record.previous)):
+        raise Corrupt(f"{what}: the lineage it follows is malformed")
+    if record.base is None:
+        if follows or record.version != record.first:
+            raise Corrupt(f"{what}: it names no base")
+        return
+    _check_link(record.base, what)
+    # The end of a lineage takes the number that the next one begins with.
+    expected = record.version if record.version == record.first else record.version - 1
+    if record.base.version != expected or follows != (record.version == record.first):
+        raise Corrupt(f"{what}: version {record.version} on {record.base.version}")
+
+
+def _check_merge(record: Merge, what: str) -> None:
+    _check_place(record.lineage, record.session, what)
+    for link in (record.base, record.target):
+        _check_link(link, what)
+    if record.base.version >= record.target.version or not record.shards:
+        raise Corrupt(f"{what}: from {record.base.version} to {record.target.version}")
+    _check_digest(record.weights, what)
+    _check_parts(record.shards, MAX_SHARDS, what)
+
+
+def _check_anchor(record: Anchor, what: str) -> None:
+    _check_place(record.lineage, record.session, what)
+    _check_link(record.target, what)
+    _check_digest(record.weights, what)
+    if not record.files:
+        raise Corrupt(f"{what}: it has no files")
+    _check_parts(record.files, MAX_FILES, what)
+
+
+_CHECKS: dict[type[Signed], Callable[[Any, str], None]] = {
+    StreamRecord: _check_stream,
+    Manifest: _check_version,
+    Merge: _check_merge,
+    Anchor: _check_anchor,
+}
+
+
+def _check_place(lineage: str, session: str, what: str) -> None:
+    if not is_lineage(lineage) or not is_lineage(session):
+        raise Corrupt(f"{what}: lineage or session is malformed")
+
+
+def _check_link(link: Link, what: str) -> None:
+    if not 1 <= link.version <= MAX_VERSION:
+        raise Corrupt(f"{what}: it links to version {link.version}")
+    _check_digest(link.manifest, what)
+
+
+def _check_digest(digest: str, what: str) -> None:
+    if not DIGEST.fullmatch(digest):
+        raise Corrupt(f"{what}: a digest is malformed")
+
+
+def _check_parts(parts: list[Any], limit: int, what: str) -> None:
+    if len(parts) > limit:
+        raise LimitExceeded(f"{what}: {len(parts)} objects; the limit is {limit}")
+    for part in parts:
+        assert isinstance(part, ObjectRecord)
+        check_record(part, what)

@@ -1,0 +1,82 @@
+"""What happens on a stream, for whoever watches: logs, metrics, dashboards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something happened to a version of a stream; ``url`` holds no credential."""
+
+    url: str
+    lineage: str
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published(Event):
+    """A version is committed. ``wall_s`` runs from the call of publish to the commit."""
+
+    step: int | None
+    payload_bytes: int
+    raw_bytes: int
+    changed_count: int
+    wall_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched(Event):
+    """A delta or an anchor is here and verified. ``cached_bytes`` did not cross the network."""
+
+    kind: str
+    payload_bytes: int
+    cached_bytes: int
+    wall_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied(Event):
+    """A sink is at a version. ``age_s``: since it was published, by the publisher's clock."""
+
+    kind: str
+    base: int | None
+    wall_s: float
+    age_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Event):
+    """Something of the stream was not used; ``code`` is that of the error."""
+
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maintained(Event):
+    """The maintainer made or removed something: "merge", "anchor", "prune", "collect"."""
+
+    kind: str
+    object_count: int
+    payload_bytes: int
+
+
+class Observer(Protocol):
+    """Told of every event, in the thread where it happens: be quick and do not raise."""
+
+    def on_event(self, event: Event) -> None:
+        """Take note of an event."""
+
+
+class Observers:
+    """Several observers as one. None is no observer."""
+
+    def __init__(self, *observers: Observer | None) -> None:
+        self._observers = [observer for observer in observers if observer is not None]
+
+    def on_event(self, event: Event) -> None:
+        """Tell each of them."""
+        for observer in self._observers:
+            observer.on_event(event)

@@ -1,0 +1,87 @@
+"""What may go. A version that was promised stays reachable, by whoever holds a kept version too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from thinwire.stream.records import Policy
+from thinwire.stream.routes import Options, plan_route
+
+
+class Kept(NamedTuple):
+    """What stays of a lineage.
+
+    Attributes:
+        oldest: The oldest version that stays reachable.
+        anchors: The anchors that stay.
+        merges: The merged deltas that stay.
+        steps_from: Step deltas of later versions stay.
+    """
+
+    oldest: int
+    anchors: frozenset[int]
+    merges: frozenset[tuple[int, int]]
+    steps_from: int
+
+
+def oldest_kept(
+    policy: Policy, ages_s: Mapping[int, float], leased: Collection[int], head: int
+) -> int:
+    """The oldest version to keep: among the newest, young enough, or leased.
+
+    Args:
+        policy: The stream's policy.
+        ages_s: The age of each version that has a manifest.
+        leased: The versions that live leases name.
+        head: The newest version.
+    """
+    oldest = max(1, head - max(1, policy.keep_versions) + 1)
+    young = [version for version, age_s in ages_s.items() if age_s < policy.keep_age_s]
+    return min([oldest, *young, *leased])
+
+
+def decide_kept(oldest: int, first: int, options: Options) -> Kept:
+    """What to keep so that every version from ``oldest`` on stays reachable.
+
+    Everything after ``oldest`` stays, and the cheapest way from an anchor to it. Manifests are
+    never removed: a place once taken stays taken, which is what fences publishers.
+    """
+    oldest = max(oldest, first)
+    way = plan_route(None, oldest, options)
+    anchors = {version for version in options.anchors if version >= oldest}
+    merges = {merge for merge in options.merges if merge[0] >= oldest}
+    steps_from = oldest
+    passed = {oldest}
+    for hop in way:
+        passed.add(hop.version)
+        if hop.kind == "anchor":
+            anchors.add(hop.version)
+        elif hop.kind == "merge":
+            merges.add((hop.base, hop.version))
+        else:
+            steps_from = min(steps_from, hop.base)
+    # A follower that still is at a version on the way finds wider merges useful too.
+    merges |= {m for m in options.merges if m[1] > oldest and m[0] in passed}
+    return Kept(oldest, frozenset(anchors), frozenset(merges), steps_from)
+
+
+def is_anchor_due(
+    policy: Policy, newest_anchor: int, head: int, options: Options, anchor_bytes: int
+) -> bool:
+    """Whether the way from the newest anchor to the head costs more than an anchor would.
+
+    With ``policy.anchor_every`` the number of versions decides.
+    """
+    if policy.anchor_every:
+        return head - newest_anchor >= policy.anchor_every
+    way = plan_route(newest_anchor, head, options)
+    spent = 0
+    for hop in way:
+        if hop.kind == "merge":
+            spent += options.merges[hop.base, hop.version]
+        elif hop.kind == "steps":
+            spent += (hop.version - hop.base) * options.step_bytes
+        else:
+            return False
+    return spent > anchor_bytes
