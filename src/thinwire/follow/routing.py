@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from thinwire.errors import NotFound, VersionGap
+from thinwire.errors import HistoryPruned, NotFound, VersionGap
 from thinwire.follow.sink import Mark
 from thinwire.follow.steps import (
     Step,
@@ -79,6 +79,12 @@ class Router:
         """
         target = link_of(wanted)
         catalog = self._stream.catalog(wanted.lineage)
+        if catalog.is_over:
+            raise HistoryPruned(
+                f"the lineage of version {wanted.version} ended, and nothing of it is kept",
+                hint="Choose a newer version",
+                version=wanted.version,
+            )
         have = mark.link if mark is not None and mark.lineage == wanted.lineage else None
         begin = self._begin(wanted) if have is None else None
         options = self._options(catalog, begin, wanted)

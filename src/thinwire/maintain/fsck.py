@@ -95,6 +95,8 @@ class _Lineage:
     @property
     def steps(self) -> list[Manifest]:
         """The versions whose step delta must be there."""
+        if self.inventory.is_over:
+            return []
         first = self.inventory.begin.version
         return [
             m
@@ -162,6 +164,8 @@ class _Check:
     def rebuild(self, lineage: _Lineage, base: Path | None) -> None:
         """Rebuild every version in every way."""
         inventory = lineage.inventory
+        if inventory.is_over:
+            return
         with self._copy("steps", base) as follower:
             for manifest in lineage.versions.values():
                 if manifest.version < self._reachable_from(lineage):

@@ -23,6 +23,7 @@ class Inventory:
         has_first_anchor: Whether the first version's own files are still to be used.
         steps_from: Step deltas of later versions are there.
         retired: What was dropped and may still be in use.
+        is_over: Nothing of the lineage is kept.
     """
 
     begin: Manifest
@@ -31,6 +32,7 @@ class Inventory:
     has_first_anchor: bool
     steps_from: int
     retired: list[Retired]
+    is_over: bool
 
     @classmethod
     def load(cls, stream: Stream, lineage: str, first: int) -> Inventory:
@@ -67,6 +69,7 @@ class Inventory:
             begin.kind == "anchor" and (catalog.steps_from <= first or is_first_listed),
             max(first, catalog.steps_from),
             list(catalog.retired),
+            catalog.is_over,
         )
 
     def options(self, step_bytes: int) -> Options:
@@ -93,6 +96,7 @@ class Inventory:
             merges=[self.merges[pair] for pair in sorted(self.merges)],
             anchors=[AnchorHint(v, size) for v, size in sorted(self.anchor_sizes().items())],
             retired=self.retired,
+            is_over=self.is_over,
         )
 
     def publish(self, stream: Stream) -> None:

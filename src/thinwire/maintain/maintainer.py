@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
+import platform
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,9 +16,10 @@ from thinwire.follow import Stream, open_stream
 from thinwire.maintain.anchoring import make_anchor
 from thinwire.maintain.inventory import Inventory
 from thinwire.maintain.merging import due_merges, make_merge
-from thinwire.maintain.pruning import Removed, ages_s, collect, prune
+from thinwire.maintain.pruning import Removed, ages_s, collect, give_up, prune
 from thinwire.maintain.trails import Trails
 from thinwire.stream import keys
+from thinwire.stream.blocks import digest_of
 from thinwire.stream.encoding import MAX_SMALL_BYTES, encode, parse_hint
 from thinwire.stream.events import Maintained, Observer, Observers, Refused
 from thinwire.stream.records import FORMAT, Lease, Manifest
@@ -72,7 +73,7 @@ class Maintainer:
         self._folder = Path(work_dir)
         self._base = base
         self._give_way = give_way
-        self._holder = _BACKGROUND if is_background else secrets.token_hex(16)
+        self._holder = _BACKGROUND if is_background else _holder_of(self._folder)
         self._trails: dict[str, Trails] = {}
         self._stopped = threading.Event()
 
@@ -188,10 +189,10 @@ class Maintainer:
             end = self.stream.require(lineage, begin.base)
             with suppress(NotFound):
                 past = Inventory.load(self.stream, lineage, end.first)
-                is_over = (
-                    oldest >= end.version and end.created_ms / 1000 < now_s - policy.keep_age_s
-                )
-                more = collect(self.stream, past, policy, now_s, is_over)
+                ended_s = end.created_ms / 1000
+                if oldest >= end.version and ended_s < now_s - policy.keep_age_s:
+                    dropped += give_up(self.stream, past, end.version - 1, now_s)
+                more = collect(self.stream, past, policy, now_s)
                 removed = Removed(*(a + b for a, b in zip(removed, more, strict=True)))
             found = self.stream.manifest(lineage, end.first)
             if found is None:
@@ -204,16 +205,21 @@ class Maintainer:
         return dropped, removed
 
     def _leased(self, now_s: float) -> list[int]:
-        """The versions that live leases of followers name."""
+        """The versions that live leases of followers name; removes those of the dead."""
         found = []
+        dead = []
         for entry in self.stream.store.list(keys.LEASES):
-            if entry.key == keys.maintainer() or now_s - entry.modified_s > _MAX_LEASE_S:
+            if entry.key == keys.maintainer():
+                continue
+            if now_s - entry.modified_s > _MAX_LEASE_S:
+                dead.append(entry.key)
                 continue
             with suppress(NotFound, FormatError):
                 data = self.stream.store.get(entry.key, limit_bytes=MAX_SMALL_BYTES)
                 lease = parse_hint(data, Lease, entry.key)
                 if now_s - entry.modified_s < lease.ttl_s and lease.version > 0:
                     found.append(lease.version)
+        self.stream.store.delete(dead)
         return found
 
     def _take_lease(self) -> float | None:
@@ -283,6 +289,11 @@ class Maintainer:
         self._observers.on_event(
             Refused(url=self.stream.url, lineage="", version=0, code=error.code, reason=str(error))
         )
+
+
+def _holder_of(folder: Path) -> str:
+    """The same for every run in the same folder: a restarted maintainer keeps its lease."""
+    return digest_of(f"{platform.node()}:{folder.absolute()}".encode())[:32]
 
 
 class _GoingOn:

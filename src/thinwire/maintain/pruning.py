@@ -36,7 +36,20 @@ def prune(stream: Stream, inventory: Inventory, oldest: int, now_s: float) -> in
         kept = decide_kept(oldest, inventory.begin.version, inventory.options(1))
     except HistoryPruned:
         return 0
-    retired = list(_retire(inventory, kept, int(now_s * 1000)))
+    return _drop(stream, inventory, list(_retire(inventory, kept, int(now_s * 1000))))
+
+
+def give_up(stream: Stream, inventory: Inventory, last: int, now_s: float) -> int:
+    """Drop everything of a lineage that ended after version ``last``; returns how much."""
+    if inventory.is_over:
+        return 0
+    nothing = Kept(last, frozenset(), frozenset(), last)
+    inventory.is_over = True
+    return _drop(stream, inventory, list(_retire(inventory, nothing, int(now_s * 1000))))
+
+
+def _drop(stream: Stream, inventory: Inventory, retired: list[Retired]) -> int:
+    """First the catalog, then the manifests; the objects are collected later."""
     if not retired:
         return 0
     for entry in retired:
@@ -57,9 +70,7 @@ def prune(stream: Stream, inventory: Inventory, oldest: int, now_s: float) -> in
     return len(retired)
 
 
-def collect(
-    stream: Stream, inventory: Inventory, policy: Policy, now_s: float, is_over: bool = False
-) -> Removed:
+def collect(stream: Stream, inventory: Inventory, policy: Policy, now_s: float) -> Removed:
     """Delete objects that no manifest names, or that were dropped, once they are old enough.
 
     Orphans are left by publishers that failed, lost a race or were killed. An object is removed
@@ -70,11 +81,10 @@ def collect(
         inventory: The lineage's.
         policy: How old is old enough.
         now_s: The time by the store's clock.
-        is_over: The lineage ended, and nothing of it is needed any more.
     """
     limit_s = now_s - policy.grace_s
     lineage = inventory.begin.lineage
-    guard = _Guard(stream, inventory, limit_s, is_over)
+    guard = _Guard(stream, inventory, limit_s)
     doomed: list[Entry] = []
     deltas = stream.store.list(keys.deltas(lineage))
     for name, entries in _folders(deltas, keys.deltas(lineage)):
@@ -105,12 +115,12 @@ def all_old(entries: Iterable[Entry], limit_s: float) -> bool:
 class _Guard:
     """Knows which objects of a lineage are named by something."""
 
-    def __init__(self, stream: Stream, inventory: Inventory, limit_s: float, is_over: bool) -> None:
+    def __init__(self, stream: Stream, inventory: Inventory, limit_s: float) -> None:
         self._stream = stream
         self._inventory = inventory
         self._lineage = inventory.begin.lineage
         self._limit_ms = limit_s * 1000
-        self._is_over = is_over
+        self._is_over = inventory.is_over
         folder = keys.manifests(self._lineage)
         after = keys.manifest(self._lineage, inventory.steps_from)
         self._listed = {

@@ -193,6 +193,7 @@ class Catalog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         merges: The merged deltas, each with its own signature.
         anchors: The anchors.
         retired: What is no longer to be used.
+        is_over: The lineage ended long ago and nothing of it is kept.
     """
 
     format: int
@@ -201,6 +202,7 @@ class Catalog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     merges: list[Merge] = []
     anchors: list[AnchorHint] = []
     retired: list[Retired] = []
+    is_over: bool = False
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
