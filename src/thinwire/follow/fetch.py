@@ -59,6 +59,10 @@ class Fetcher:
         self.fetched_bytes = 0
         self.cached_bytes = 0
 
+    def fork(self) -> Fetcher:
+        """Another one with counts of its own, for one thing to fetch."""
+        return Fetcher(self._store, cache=self._cache, memory_limit_bytes=self._memory_bytes)
+
     def is_small(self, record: ObjectRecord) -> bool:
         """Whether an object may be held in memory whole."""
         return record.size <= min(_RANGE_BYTES, self._memory_bytes // 4)

@@ -89,7 +89,7 @@ class Follower:
         self._walker = Walker(self.stream, self.sink, fetcher, selection, base, self._observers)
         self._guard = Guard(self.stream, self.sink, selection, accept_new_lineages)
         self._traveller = Traveller(
-            self.stream, self._guard, self._walker, self._refuse, self._reached
+            self.stream, self._guard, self._walker, self._refuse, self._lease, self._reached
         )
         self._is_partial = not selection.is_all
         self._leases = LeaseKeeper(store) if lease else None
@@ -157,36 +157,9 @@ class Follower:
             FormatError, ApplyError, StoreError: Something is not what it should be, and no other
                 way led to the target. The sink is at a whole version in any case.
         """
-        mark = self._guard.mark()
-        self._traveller.router.forget()
-        last: ThinwireError | None = None
-        if mark is not None and not reset:
-            self._guard.check_known(mark)
-        if mark is not None and target == "latest" and not reset:
-            following = self.stream.manifest(mark.lineage, mark.version + 1)
-            if following is None:
-                return mark.to_version()
-            if following.kind != "end":
-                found, following, last = self._traveller.follow_on(mark, following, on_bytes)
-                if found is not None:
-                    self._guard.trust()
-                    return found
-            tip = self.stream.tip(following)
-        else:
-            tip = self.stream.tip()
-        if tip.head is None:
-            raise NotFound(
-                f"nothing was published to {self.stream.url} yet",
-                hint="Wait for the first version, as follow() and wait_for() do",
-            )
-        wanted = tip.head
-        if target != "latest":
-            wanted = self._traveller.router.find(target, tip.head)
-        if mark is not None and not reset:
-            self._guard.check_direction(mark, wanted)
-        if mark is not None and mark.version > wanted.version:
-            mark = None
-        return self._traveller.go(mark, wanted, on_bytes, last)
+        found = self._catch_up(target, reset, on_bytes)
+        self._lease(found.lineage, found.version)
+        return found
 
     def bring_to(self, manifest: Manifest) -> Version:
         """Bring the sink to a version whose manifest is known, forwards or backwards.
@@ -276,6 +249,43 @@ class Follower:
         self._is_stopped = True
         self._wake.set()
 
+    def _catch_up(
+        self,
+        target: int | Literal["latest"],
+        reset: bool,
+        on_bytes: Callable[[int], None] | None,
+    ) -> Version:
+        mark = self._guard.mark()
+        self._traveller.router.forget()
+        last: ThinwireError | None = None
+        if mark is not None and not reset:
+            self._guard.check_known(mark)
+        if mark is not None and target == "latest" and not reset:
+            following = self.stream.manifest(mark.lineage, mark.version + 1)
+            if following is None:
+                return mark.to_version()
+            if following.kind != "end":
+                found, following, last = self._traveller.follow_on(mark, following, on_bytes)
+                if found is not None:
+                    self._guard.trust()
+                    return found
+            tip = self.stream.tip(following)
+        else:
+            tip = self.stream.tip()
+        if tip.head is None:
+            raise NotFound(
+                f"nothing was published to {self.stream.url} yet",
+                hint="Wait for the first version, as follow() and wait_for() do",
+            )
+        wanted = tip.head
+        if target != "latest":
+            wanted = self._traveller.router.find(target, tip.head)
+        if mark is not None and not reset:
+            self._guard.check_direction(mark, wanted)
+        if mark is not None and mark.version > wanted.version:
+            mark = None
+        return self._traveller.go(mark, wanted, on_bytes, last)
+
     def _updates(self, poll_s: float, deadline_s: float) -> Iterator[Version]:
         at: str | None = None
         interval_s: float | None = None
@@ -311,7 +321,6 @@ class Follower:
                 raise
             self._refuse("", 0, error)
             return None
-        self._lease(found.lineage, found.version)
         return found
 
     def _reached(self, version: Version) -> bool:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-from thinwire.errors import HistoryPruned, NotFound, VersionGap
+from thinwire.errors import FormatError, HistoryPruned, NotFound, StreamError, VersionGap
 from thinwire.follow.sink import Mark
 from thinwire.follow.steps import (
     Step,
     check_chain,
+    gap,
     step_of_anchor,
     step_of_merge,
     step_of_version,
 )
 from thinwire.follow.stream import Stream
 from thinwire.stream.encoding import link_of
-from thinwire.stream.records import Catalog, Link, Manifest, Merge, Source
+from thinwire.stream.records import FORMAT, Catalog, Link, Manifest, Source
 from thinwire.stream.routes import Hop, Options, plan_route
 
-# Up to so many manifests are read, and the whole chain checked, before anything is fetched.
-_EAGER_STEPS = 64
 _GUESSED_STEP_BYTES = 1 << 20
+
+
+class Way(NamedTuple):
+    """A way to a version: the version that it begins with, and its steps."""
+
+    begins: int
+    steps: Iterator[Step]
 
 
 class Router:
@@ -69,16 +76,27 @@ class Router:
         """Avoid nothing any more."""
         self._avoided.clear()
 
-    def way(self, mark: Mark | None, wanted: Manifest) -> Iterator[Step]:
-        """The steps of the cheapest way from what is held to a version, each linked to the next.
+    def way(self, mark: Mark | None, wanted: Manifest) -> Way:
+        """The cheapest way from what is held to a version, each step linked to the one before.
+
+        The catalog is a hint. What it names is looked at before it is used, and where it leads
+        nowhere, the way that needs no catalog is tried.
 
         Raises:
             HistoryPruned: There is no way.
             NotFound: The stream begins by reference, and no copy of the source is here.
             VersionGap: The chain of manifests is broken.
         """
-        target = link_of(wanted)
         catalog = self._stream.catalog(wanted.lineage)
+        try:
+            return self._plan(mark, wanted, catalog)
+        except HistoryPruned as error:
+            try:
+                return self._plan(mark, wanted, Catalog(FORMAT, wanted.lineage))
+            except HistoryPruned:
+                raise error from None
+
+    def _plan(self, mark: Mark | None, wanted: Manifest, catalog: Catalog) -> Way:
         if catalog.is_over:
             raise HistoryPruned(
                 f"the lineage of version {wanted.version} ended, and nothing of it is kept",
@@ -87,15 +105,68 @@ class Router:
             )
         have = mark.link if mark is not None and mark.lineage == wanted.lineage else None
         begin = self._begin(wanted) if have is None else None
-        options = self._options(catalog, begin, wanted)
+        while True:
+            options = self._options(catalog, begin, wanted)
+            route = plan_route(None if have is None else have.version, wanted.version, options)
+            try:
+                legs = self._resolve(route, catalog, begin, have, wanted)
+            except _Unusable as unusable:
+                hop = unusable.hop
+                self._avoided.add((hop.kind, hop.base, hop.version))
+                continue
+            begins = legs[0][0].target if have is None else have
+            return Way(begins.version, self._expand(legs))
+
+    def _resolve(
+        self,
+        route: list[Hop],
+        catalog: Catalog,
+        begin: Manifest | None,
+        have: Link | None,
+        wanted: Manifest,
+    ) -> list[tuple[Step, Step]]:
+        """The first and the last step of each hop, read, and linked to the hop before."""
         merges = {(m.base.version, m.target.version): m for m in catalog.merges}
-        route = plan_route(None if have is None else have.version, wanted.version, options)
-        steps = self._expand(route, merges, begin, wanted)
-        if sum(hop.version - hop.base for hop in route if hop.kind == "steps") <= _EAGER_STEPS:
-            known = list(steps)
-            check_chain(known, have, target)
-            return iter(known)
-        return _checked(steps, have, target)
+        url, lineage = self._stream.url, wanted.lineage
+        legs: list[tuple[Step, Step]] = []
+        at = have
+        for hop, before in zip(route, [None, *route], strict=False):
+            if hop.kind == "merge":
+                step = step_of_merge(merges[hop.base, hop.version], url)
+                leg = (step, step)
+            elif hop.kind == "anchor":
+                step = self._anchor_step(hop, begin, wanted)
+                leg = (step, step)
+            else:
+                last = wanted
+                if hop.version != wanted.version:
+                    last = self._manifest(lineage, hop.version)
+                first = last
+                if hop.base + 1 != hop.version:
+                    first = self._manifest(lineage, hop.base + 1)
+                leg = (step_of_version(first, url), step_of_version(last, url))
+            if leg[0].base is not None and leg[0].base != at:
+                raise _blame(hop if hop.kind == "merge" else before, leg[0])
+            at = leg[1].target
+            legs.append(leg)
+        if at != link_of(wanted):
+            raise _blame(route[-1], legs[-1][1])
+        return legs
+
+    def _expand(self, legs: list[tuple[Step, Step]]) -> Iterator[Step]:
+        """Every step, those in the middle of a run read and checked as they come."""
+        for first, last in legs:
+            yield first
+            at = first.target
+            for version in range(first.target.version + 1, last.target.version):
+                manifest = self._manifest(first.lineage, version)
+                step = step_of_version(manifest, self._stream.url)
+                check_chain([step], at, None)
+                at = step.target
+                yield step
+            if last.target != first.target:
+                check_chain([last], at, None)
+                yield last
 
     def _begin(self, wanted: Manifest) -> Manifest | None:
         if wanted.version == wanted.first:
@@ -136,26 +207,6 @@ class Router:
                 source=begin.source.name,
             )
 
-    def _expand(
-        self,
-        route: list[Hop],
-        merges: dict[tuple[int, int], Merge],
-        begin: Manifest | None,
-        wanted: Manifest,
-    ) -> Iterator[Step]:
-        url, lineage = self._stream.url, wanted.lineage
-        for hop in route:
-            if hop.kind == "merge":
-                yield step_of_merge(merges[hop.base, hop.version], url)
-            elif hop.kind == "anchor":
-                yield self._anchor_step(hop.version, begin, wanted)
-            else:
-                for version in range(hop.base + 1, hop.version + 1):
-                    manifest = wanted
-                    if version != wanted.version:
-                        manifest = self._manifest(lineage, version)
-                    yield step_of_version(manifest, url)
-
     def _manifest(self, lineage: str, version: int) -> Manifest:
         found = self._stream.manifest(lineage, version)
         if found is None or found.kind == "end":
@@ -166,19 +217,32 @@ class Router:
             )
         return found
 
-    def _anchor_step(self, version: int, begin: Manifest | None, wanted: Manifest) -> Step:
-        if begin is not None and version == begin.version:
-            return step_of_version(begin, self._stream.url)
-        anchor = self._stream.anchor(wanted.lineage, version)
-        if anchor is not None:
-            return step_of_anchor(anchor, self._stream.url)
-        return step_of_version(self._manifest(wanted.lineage, version), self._stream.url)
+    def _anchor_step(self, hop: Hop, begin: Manifest | None, wanted: Manifest) -> Step:
+        url = self._stream.url
+        if begin is not None and hop.version == begin.version:
+            return step_of_version(begin, url)
+        try:
+            anchor = self._stream.anchor(wanted.lineage, hop.version)
+            if anchor is not None:
+                return step_of_anchor(anchor, url)
+            manifest = self._manifest(wanted.lineage, hop.version)
+        except (FormatError, StreamError):
+            raise _Unusable(hop) from None
+        if manifest.kind != "anchor":
+            raise _Unusable(hop)
+        return step_of_version(manifest, url)
 
 
-def _checked(steps: Iterator[Step], have: Link | None, target: Link) -> Iterator[Step]:
-    """The steps, the chain checked as they come."""
-    at = have
-    for step in steps:
-        check_chain([step], at, target if step.target.version == target.version else None)
-        at = step.target
-        yield step
+class _Unusable(Exception):
+    """What a hint named is not there, or does not fit."""
+
+    def __init__(self, hop: Hop) -> None:
+        super().__init__()
+        self.hop = hop
+
+
+def _blame(hop: Hop | None, step: Step) -> _Unusable | VersionGap:
+    """A merged delta or an anchor is at fault, if there is one; else the chain itself is."""
+    if hop is not None and hop.kind != "steps":
+        return _Unusable(hop)
+    return gap(step.target.version)

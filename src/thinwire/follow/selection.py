@@ -9,7 +9,8 @@ from thinwire.codec.dtypes import byte_count, dtype_named
 from thinwire.codec.plan import SMALL_WORDS
 from thinwire.errors import InvalidArgument
 
-MAX_PATTERNS = 1 << 10
+# Together; they are kept in the sink's mark.
+MAX_PATTERN_BYTES = 1 << 14
 
 
 class Selection:
@@ -21,9 +22,15 @@ class Selection:
     """
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
-        if isinstance(patterns, str) or len(patterns) > MAX_PATTERNS or "" in patterns:
+        if isinstance(patterns, str) or "" in patterns:
             raise InvalidArgument(
                 "tensors is not a list of patterns", hint='Give for example ["model.layers.0.*"]'
+            )
+        size = sum(len(pattern.encode()) + 4 for pattern in patterns)
+        if size > MAX_PATTERN_BYTES:
+            raise InvalidArgument(
+                f"the patterns of tensors take {size} bytes; the limit is {MAX_PATTERN_BYTES}",
+                hint="Use wider patterns",
             )
         self.patterns = sorted(set(patterns))
         self.is_all = not self.patterns

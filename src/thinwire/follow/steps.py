@@ -88,10 +88,20 @@ def check_chain(steps: Iterable[Step], have: Link | None, target: Link | None) -
     at = have
     for step in steps:
         if step.base is not None and step.base != at:
-            raise _gap(step.base.version, step.target.version)
+            raise gap(step.target.version)
         at = step.target
     if target is not None and at != target:
-        raise _gap(target.version, target.version)
+        raise gap(target.version)
+
+
+def gap(version: int) -> VersionGap:
+    """The error for a version that does not follow what is known."""
+    return VersionGap(
+        f"version {version} does not follow the version before it that is known here",
+        hint="The stream's history was changed; `thinwire fsck` says where. To take what the "
+        "stream says now, use reset=True (--reset) or an empty folder",
+        version=version,
+    )
 
 
 class Weights(NamedTuple):
@@ -178,12 +188,3 @@ def _files(
         key = keys.anchor_file(lineage, version, session, record.name)
         wanted[record.name] = Wanted(key, record, f"{url}/{key}")
     return wanted
-
-
-def _gap(wanted: int, version: int) -> VersionGap:
-    return VersionGap(
-        f"version {version} does not follow the version {wanted} that is known here",
-        hint="The stream's history was changed; `thinwire fsck` says where. To take what the "
-        "stream says now, follow into an empty folder",
-        version=version,
-    )

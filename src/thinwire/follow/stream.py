@@ -82,6 +82,8 @@ class Stream:
         if fault := policy_fault(self.policy.anchor_every, self.policy.merge_levels):
             raise InvalidArgument(f"policy: {fault}", hint="See docs/operations.md")
         self.signing_key = signing_key
+        if signing_key is not None and not trusted_keys:
+            trusted_keys = [signing_key.public]
         self.trusted_keys = frozenset(map(check_public, trusted_keys))
         self._record: StreamRecord | None = None
         self._lock = threading.Lock()
@@ -104,6 +106,18 @@ class Stream:
             if self._record is None:
                 self._record = self._read_record()
             return self._record
+
+    def check_key(self) -> None:
+        """Refuse to write unsigned records to a signed stream: pinned followers could not use them.
+
+        Raises:
+            InvalidArgument: The stream is signed, and there is no signing key.
+        """
+        if self.record().signer and self.signing_key is None:
+            raise InvalidArgument(
+                f"{self.url} is signed by {self.record().signer}, and no signing key was given",
+                hint="Give the key (signing_key=, --key or THINWIRE_SIGNING_KEY)",
+            )
 
     def manifest(self, lineage: str, version: int) -> Manifest | None:
         """A version's manifest, or the end of the lineage in its place; None: not there (yet)."""
@@ -219,13 +233,17 @@ class Stream:
         hint = self.head_hint()
         return None if hint is None else self.manifest(hint.lineage, hint.version)
 
-    def _listed(self, lineage: str) -> Manifest | None:
-        """A version of a lineage, the newest that a listing shows."""
+    def newest_listed(self, lineage: str) -> int:
+        """The newest version of a lineage that a listing shows; 0: none."""
         folder = keys.manifests(lineage)
         newest = 0
         for entry in self.store.list(folder):
             name = entry.key.removeprefix(folder).removesuffix(".json")
             newest = max(newest, keys.version_of(name) or 0)
+        return newest
+
+    def _listed(self, lineage: str) -> Manifest | None:
+        newest = self.newest_listed(lineage)
         return self.manifest(lineage, newest) if newest else None
 
     def _last_of_lineage(self, at: Manifest) -> Manifest:
@@ -298,8 +316,8 @@ def open_stream(
         model: The model's name, kept in the stream when it is made.
         policy: How the stream is looked after, kept in it when it is made.
         signing_key: For publishers and maintainers: they sign with it.
-        trusted_keys: Public keys to pin: whatever is not signed by one of them is refused. A
-            signing key's own public key is not pinned by itself.
+        trusted_keys: Public keys to pin: whatever is not signed by one of them is refused. With a
+            signing key and none of these, its own public key is pinned.
         single_writer: The caller vouches that only one process ever writes, so that a store
             without put-if-absent will do.
         retry_s: How long to retry what may be a passing failure of the store.

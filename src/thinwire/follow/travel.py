@@ -35,6 +35,7 @@ class Traveller:
         guard: Knows what the sink holds.
         walker: Takes the steps.
         on_failure: Told of every step that failed and is being avoided.
+        on_way: Told of the lineage and the version with which a way begins.
         on_version: Told of every version that the sink reached; true: go no further.
     """
 
@@ -44,12 +45,14 @@ class Traveller:
         guard: Guard,
         walker: Walker,
         on_failure: Callable[[str, int, ThinwireError], None],
+        on_way: Callable[[str, int], None],
         on_version: Callable[[Version], bool],
     ) -> None:
         self._stream = stream
         self._guard = guard
         self._walker = walker
         self._on_failure = on_failure
+        self._on_way = on_way
         self._on_version = on_version
         self.router = Router(stream, walker.has_copy)
 
@@ -107,21 +110,24 @@ class Traveller:
         for _ in range(_MAX_DETOURS):
             if mark is not None and mark.link == target:
                 return mark.to_version()
-            start = None if isinstance(last, BaseMismatch | TensorMismatch) else mark
+            if isinstance(last, BaseMismatch | TensorMismatch):
+                mark = None
             try:
-                way = self.router.way(start, wanted)
+                way = self.router.way(mark, wanted)
             except (HistoryPruned, NotFound) as error:
                 if last is None:
                     raise
                 raise last from error
+            self._on_way(wanted.lineage, way.begins)
             try:
-                for version in self._walker.walk(way, start, on_bytes):
+                for version in self._walker.walk(way.steps, mark, on_bytes):
+                    # Only what was reached from here on is known to be right.
+                    mark = self._guard.mark()
+                    last = None
                     if self._on_version(version):
                         return version
-                last = None
             except StepFailed as failed:
                 last = self._note(failed)
-            mark = self._guard.mark()
         raise last or HistoryPruned(f"no way led to version {wanted.version}")
 
     def bring_to(self, mark: Mark | None, manifest: Manifest) -> Version:

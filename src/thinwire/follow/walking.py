@@ -117,7 +117,9 @@ class Walker:
         new = Mark.of(version, manifest.stream, self._selection.patterns)
         if delta is None:
             self._check_room(step, None)
-            install_anchor(self._sink, step, new, self._fetcher, self._selection, on_bytes)
+            fetcher = self._fetcher.fork()
+            install_anchor(self._sink, step, new, fetcher, self._selection, on_bytes)
+            self._tell_fetched(step, fetcher, start_s)
         else:
             with delta:
                 self._apply_delta(step, manifest, delta, new, on_bytes)
@@ -170,26 +172,29 @@ class Walker:
     ) -> DeltaSet:
         self._check_room(step, limit_bytes)
         start_s = time.perf_counter()
-        fetched, cached = self._fetcher.fetched_bytes, self._fetcher.cached_bytes
+        fetcher = self._fetcher.fork()
         delta = load_delta(
             step,
-            self._fetcher,
+            fetcher,
             self._sink.scratch(),
             base_weights=base_weights,
             selection=self._selection,
         )
+        self._tell_fetched(step, fetcher, start_s)
+        return delta
+
+    def _tell_fetched(self, step: Step, fetcher: Fetcher, start_s: float) -> None:
         self._observers.on_event(
             Fetched(
                 url=self._stream.url,
                 lineage=step.lineage,
                 version=step.target.version,
                 kind=step.kind,
-                payload_bytes=self._fetcher.fetched_bytes - fetched,
-                cached_bytes=self._fetcher.cached_bytes - cached,
+                payload_bytes=fetcher.fetched_bytes,
+                cached_bytes=fetcher.cached_bytes,
                 wall_s=time.perf_counter() - start_s,
             )
         )
-        return delta
 
     def _check_room(self, step: Step, limit_bytes: int | None) -> None:
         what = f"version {step.target.version} of {self._stream.url}"

@@ -92,6 +92,16 @@ class _Lineage:
     versions: dict[int, Manifest]
     inventory: Inventory
 
+    def at(self, version: int) -> Manifest:
+        """The manifest of a version.
+
+        Raises:
+            VersionGap: It is missing.
+        """
+        if version not in self.versions:
+            raise VersionGap(f"version {version} is missing")
+        return self.versions[version]
+
     @property
     def steps(self) -> list[Manifest]:
         """The versions whose step delta must be there."""
@@ -180,14 +190,14 @@ class _Check:
                 for (begin, version), merge in sorted(inventory.merges.items()):
                     if version - begin == level:
                         with self._noting(f"merged delta {begin} to {version}"):
-                            follower.bring_to(lineage.versions[begin])
+                            follower.bring_to(lineage.at(begin))
                             follower.take(
-                                step_of_merge(merge, self._stream.url), lineage.versions[version]
+                                step_of_merge(merge, self._stream.url), lineage.at(version)
                             )
         for version, anchor in inventory.anchors.items():
             with self._copy("anchor", base) as follower, self._noting(f"anchor {version}"):
                 step = step_of_anchor(anchor, self._stream.url)
-                follower.take(step, lineage.versions[version])
+                follower.take(step, lineage.at(version))
 
     def _prove(self, follower: Follower, manifest: Manifest) -> None:
         if not follower.prove():
@@ -242,8 +252,10 @@ class _Check:
         if end is not None:
             return
         head = self._stream.head_hint()
-        if head is not None and head.lineage == lineage and head.version >= version:
-            error = VersionGap(f"version {version} is missing, though {head.version} was published")
+        hinted = head.version if head is not None and head.lineage == lineage else 0
+        newest = max(hinted, self._stream.newest_listed(lineage))
+        if newest >= version:
+            error = VersionGap(f"version {version} is missing, though {newest} was published")
             self._problem(f"version {version}", error)
 
     def _read(self, wanted: Wanted) -> None:

@@ -99,11 +99,37 @@ class Inventory:
             is_over=self.is_over,
         )
 
-    def publish(self, stream: Stream) -> None:
-        """Write the catalog, if it says anything new."""
+    def retired_merges(self) -> list[tuple[int, int]]:
+        """The merged deltas that were dropped lately."""
+        return [(entry.base, entry.version) for entry in self.retired if entry.kind == "merge"]
+
+    def publish(self, stream: Stream, forget_before_ms: int = 0) -> None:
+        """Write the catalog, if it says anything new, heeding what another maintainer dropped.
+
+        Args:
+            stream: The stream.
+            forget_before_ms: What was dropped before is not mentioned any more.
+        """
+        now = stream.catalog(self.begin.lineage)
+        self._heed(now)
+        self.retired = [entry for entry in self.retired if entry.at_ms > forget_before_ms]
         catalog = self.catalog()
-        if catalog != stream.catalog(catalog.lineage):
+        if catalog != now:
             stream.store.put(keys.catalog(catalog.lineage), encode(catalog))
+
+    def _heed(self, now: Catalog) -> None:
+        ours = {(entry.kind, entry.base, entry.version) for entry in self.retired}
+        for entry in now.retired:
+            if (entry.kind, entry.base, entry.version) in ours:
+                continue
+            self.retired.append(entry)
+            if entry.kind == "merge":
+                self.merges.pop((entry.base, entry.version), None)
+            elif entry.kind == "anchor":
+                self.anchors.pop(entry.version, None)
+                self.has_first_anchor &= entry.version != self.begin.version
+        self.steps_from = max(self.steps_from, now.steps_from)
+        self.is_over |= now.is_over
 
 
 def _listed_anchors(stream: Stream, lineage: str) -> list[int]:

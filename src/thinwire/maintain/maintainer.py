@@ -23,7 +23,7 @@ from thinwire.stream.blocks import digest_of
 from thinwire.stream.encoding import MAX_SMALL_BYTES, encode, parse_hint
 from thinwire.stream.events import Maintained, Observer, Observers, Refused
 from thinwire.stream.records import FORMAT, Lease, Manifest
-from thinwire.stream.retention import is_anchor_due, oldest_kept
+from thinwire.stream.retention import anchor_place, is_anchor_due, oldest_kept
 
 _LEASE_TTL_S = 900
 # A follower's lease lives this long at most, whatever it says.
@@ -125,7 +125,7 @@ class Maintainer:
             NotFound: There is no such stream.
             ThinwireError: Something failed; what was made stays, what was not is made next time.
         """
-        self.stream.record()
+        self.stream.check_key()
         now_s = self._take_lease()
         if now_s is None:
             return Work(is_other=True)
@@ -143,7 +143,8 @@ class Maintainer:
     def _merge(self, inventory: Inventory, head: Manifest, levels: list[int]) -> int:
         made = 0
         first, steps_from = inventory.begin.version, inventory.steps_from
-        due = due_merges(first, head.version, steps_from, levels, inventory.merges)
+        known = {*inventory.merges, *inventory.retired_merges()}
+        due = due_merges(first, head.version, steps_from, levels, known)
         for base, version in due:
             if self._stopped.is_set():
                 break
@@ -169,11 +170,18 @@ class Maintainer:
             return 0
         if not is_anchor_due(policy, newest, head.version, options, head.raw_bytes):
             return 0
+        first, version = inventory.begin.version, head.version
+        if not policy.anchor_every:
+            version = anchor_place(first, newest, head.version, policy.merge_levels)
+        # The copy of the widest level that just came by this version is there already.
+        levels = [0, *(n for n in policy.merge_levels if (version - first) % n == 0)]
+        level = 0 if version == head.version else max(n for n in levels if n <= 64)
         with self._going_on():
-            anchor = make_anchor(self.stream, self._trails_of(head).at(0, head), self._give_way)
+            trail = self._trails_of(head).at(level, self._manifest(head, version))
+            anchor = make_anchor(self.stream, trail, self._give_way)
             if anchor is not None:
-                inventory.anchors[head.version] = anchor
-                self._tell("anchor", head.version, len(anchor.files), anchor.payload_bytes)
+                inventory.anchors[version] = anchor
+                self._tell("anchor", version, len(anchor.files), anchor.payload_bytes)
                 return 1
         return 0
 

@@ -100,10 +100,7 @@ def collect(stream: Stream, inventory: Inventory, policy: Policy, now_s: float) 
         if not guard.needs_anchor(version, name.partition("-")[2]):
             doomed += entries
     stream.store.delete([entry.key for entry in doomed])
-    before = len(inventory.retired)
-    inventory.retired = [r for r in inventory.retired if r.at_ms / 1000 > limit_s]
-    if len(inventory.retired) != before:
-        inventory.publish(stream)
+    inventory.publish(stream, forget_before_ms=int(limit_s * 1000))
     return Removed(len(doomed), sum(entry.size_bytes for entry in doomed))
 
 
@@ -141,9 +138,11 @@ class _Guard:
             return _keys_of(begin) if is_begin and not self._is_over else set()
         if self._is_over or version <= self._inventory.steps_from:
             return set()
-        sessions = {name.rpartition("/")[2].partition("-")[0] for name in names}
-        if version in self._listed and len(sessions) == 1:
-            # Committed, and nobody else tried: looking into a thousand manifests is not needed.
+        parts = [name.rpartition("/")[2].split("-") for name in names]
+        sessions = {part[0] for part in parts}
+        numbers = {part[1] for part in parts if len(part) == 3}
+        if version in self._listed and len(sessions) == 1 and len(numbers) == len(names):
+            # Committed, and nobody tried twice: looking into a thousand manifests is not needed.
             return names
         manifest = self._stream.manifest(self._lineage, version)
         return set() if manifest is None or manifest.kind == "end" else _keys_of(manifest)

@@ -36,6 +36,7 @@ def create_stream(stream: Stream) -> StreamRecord:
             data = encode(sign(made, stream.signing_key))
             stream.store.put_if_absent(keys.STREAM, data)
         record = stream.record()
+    stream.check_key()
     # The bytes as they lie there: writing the same ones again does no harm.
     data = stream.store.get(keys.STREAM, limit_bytes=MAX_SMALL_BYTES)
     prove_put_if_absent(stream.store, keys.STREAM, data)

@@ -144,6 +144,12 @@ class FileSource(TensorSource):
             for name, tensor in checkpoint.tensors.items()
         }
 
+    def write(self, path_for: PathFor) -> list[str]:
+        """As :class:`Source`."""
+        names = super().write(path_for)
+        self.check_unchanged()
+        return names
+
     def check_unchanged(self) -> None:
         """As :class:`Source`."""
         self._checkpoint.check_unchanged()

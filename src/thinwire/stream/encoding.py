@@ -186,8 +186,10 @@ def _check_version(record: Manifest, what: str) -> None:
     _check_digest(record.weights, what)
     if record.kind == "reference":
         _check_digest(record.content, what)
-    if record.source is not None and max(map(len, record.source.name.split("\n"))) > MAX_TEXT:
-        raise Corrupt(f"{what}: its source is malformed")
+    if record.source is not None:
+        source = record.source
+        if max(len(source.name), len(source.revision)) > MAX_TEXT or not source.name.isprintable():
+            raise Corrupt(f"{what}: its source is malformed")
     _check_parts(record.shards, MAX_SHARDS, what)
     _check_parts(record.files, MAX_FILES, what)
     if len(msgspec.json.encode(record.metadata)) > MAX_METADATA_BYTES:

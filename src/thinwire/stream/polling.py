@@ -23,7 +23,7 @@ def next_wait_s(idle_s: float, interval_s: float | None, poll_s: float, jitter: 
         wait_s = _QUIET_SHARE * interval_s - idle_s
     else:
         wait_s = interval_s / _LOOKS_PER_INTERVAL
-    return max(poll_s, min(wait_s, MAX_WAIT_S)) * (0.8 + 0.4 * jitter)
+    return max(poll_s, min(wait_s, MAX_WAIT_S) * (0.8 + 0.4 * jitter))
 
 
 def smoothed_interval_s(interval_s: float | None, newest_s: float) -> float:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from thinwire.errors import HistoryPruned
 from thinwire.stream.records import Policy
-from thinwire.stream.routes import Options, plan_route
+from thinwire.stream.routes import Options, plan_route, route_bytes
+
+# Deltas that a joiner has to fetch beside the anchor, at most.
+MAX_JOIN_OBJECTS = 16
+_MAX_ANCHOR_LAG = 64
 
 
 class Kept(NamedTuple):
@@ -71,17 +76,28 @@ def is_anchor_due(
 ) -> bool:
     """Whether the way from the newest anchor to the head costs more than an anchor would.
 
-    With ``policy.anchor_every`` the number of versions decides.
+    Or whether it takes more objects than a joiner should have to fetch. With
+    ``policy.anchor_every`` the number of versions decides.
     """
     if policy.anchor_every:
         return head - newest_anchor >= policy.anchor_every
-    way = plan_route(newest_anchor, head, options)
-    spent = 0
-    for hop in way:
-        if hop.kind == "merge":
-            spent += options.merges[hop.base, hop.version]
-        elif hop.kind == "steps":
-            spent += (hop.version - hop.base) * options.step_bytes
-        else:
-            return False
-    return spent > anchor_bytes
+    try:
+        way = plan_route(newest_anchor, head, options)
+    except HistoryPruned:
+        return True
+    if any(hop.kind == "anchor" for hop in way):
+        return False
+    objects = sum(1 if hop.kind == "merge" else hop.version - hop.base for hop in way)
+    return objects > MAX_JOIN_OBJECTS or route_bytes(way, options) > anchor_bytes
+
+
+def anchor_place(first: int, newest_anchor: int, head: int, levels: Collection[int]) -> int:
+    """Which version gets the next anchor: one where merged deltas begin, so that they can be used.
+
+    Not far behind the head; the head itself where there is none.
+    """
+    for level in sorted(levels, reverse=True):
+        version = head - (head - first) % level
+        if level <= _MAX_ANCHOR_LAG and version > newest_anchor:
+            return version
+    return head
