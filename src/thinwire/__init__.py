@@ -20,7 +20,7 @@ from thinwire.codec.api import (
 )
 from thinwire.codec.chunk import Spec
 from thinwire.follow import CheckpointSink, Follower, Sink, Stream, open_stream
-from thinwire.maintain import Maintainer, fsck
+from thinwire.maintain import Maintainer, fsck, set_policy
 from thinwire.publish import Publisher
 from thinwire.stream.events import Applied, Fetched, Maintained, Observer, Published, Refused
 from thinwire.stream.records import Policy
@@ -62,5 +62,6 @@ __all__ = [
     "inspect",
     "open_stream",
     "recover",
+    "set_policy",
     "verify_base",
 ]

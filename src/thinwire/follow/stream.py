@@ -64,6 +64,7 @@ class Stream:
         trusted_keys: The pinned public keys; empty: unsigned streams are taken too.
         signing_key: What publishers and maintainers sign with.
         model: The model's name, for a stream yet to be created.
+        asked_policy: The policy that was asked for; None: none was.
         policy: The policy, for a stream yet to be created.
     """
 
@@ -78,8 +79,9 @@ class Stream:
     ) -> None:
         self.store = store
         self.model = model
+        self.asked_policy = policy
         self.policy = policy or Policy()
-        if fault := policy_fault(self.policy.anchor_every, self.policy.merge_levels):
+        if fault := policy_fault(self.policy):
             raise InvalidArgument(f"policy: {fault}", hint="See docs/operations.md")
         self.signing_key = signing_key
         if signing_key is not None and not trusted_keys:
@@ -106,6 +108,11 @@ class Stream:
             if self._record is None:
                 self._record = self._read_record()
             return self._record
+
+    def forget(self) -> None:
+        """Have :meth:`record` read again: its policy may have been changed."""
+        with self._lock:
+            self._record = None
 
     def check_key(self) -> None:
         """Refuse to write unsigned records to a signed stream: pinned followers could not use them.
@@ -314,7 +321,8 @@ def open_stream(
         url: ``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``, a folder's path, or a
             :class:`thinwire.store.Store`. Credentials come from the usual environment only.
         model: The model's name, kept in the stream when it is made.
-        policy: How the stream is looked after, kept in it when it is made.
+        policy: How the stream is looked after, kept in it when it is made; later on
+            :func:`thinwire.set_policy` changes it.
         signing_key: For publishers and maintainers: they sign with it.
         trusted_keys: Public keys to pin: whatever is not signed by one of them is refused. With a
             signing key and none of these, its own public key is pinned.

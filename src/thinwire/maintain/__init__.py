@@ -2,5 +2,6 @@
 
 from thinwire.maintain.fsck import Problem, Report, fsck
 from thinwire.maintain.maintainer import Maintainer
+from thinwire.maintain.policy import set_policy
 
-__all__ = ["Maintainer", "Problem", "Report", "fsck"]
+__all__ = ["Maintainer", "Problem", "Report", "fsck", "set_policy"]

@@ -125,6 +125,7 @@ class Maintainer:
             NotFound: There is no such stream.
             ThinwireError: Something failed; what was made stays, what was not is made next time.
         """
+        self.stream.forget()
         self.stream.check_key()
         now_s = self._take_lease()
         if now_s is None:

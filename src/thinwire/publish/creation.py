@@ -6,7 +6,7 @@ import secrets
 import time
 from contextlib import suppress
 
-from thinwire.errors import AlreadyExists, NotFound
+from thinwire.errors import AlreadyExists, InvalidArgument, NotFound
 from thinwire.follow import Stream
 from thinwire.store import prove_put_if_absent
 from thinwire.stream import keys
@@ -19,9 +19,12 @@ def create_stream(stream: Stream) -> StreamRecord:
 
     Raises:
         UnsafeStore: The store does not honour put-if-absent.
+        InvalidArgument: The stream is signed and there is no key, or it has another policy than the
+            one asked for.
     """
     try:
         record = stream.record()
+        _check_policy(stream, record)
     except NotFound:
         made = StreamRecord(
             format=FORMAT,
@@ -41,3 +44,11 @@ def create_stream(stream: Stream) -> StreamRecord:
     data = stream.store.get(keys.STREAM, limit_bytes=MAX_SMALL_BYTES)
     prove_put_if_absent(stream.store, keys.STREAM, data)
     return record
+
+
+def _check_policy(stream: Stream, record: StreamRecord) -> None:
+    if stream.asked_policy not in (None, record.policy):
+        raise InvalidArgument(
+            f"{stream.url} exists, with another policy than the one asked for",
+            hint="Leave the policy out, or change it with `thinwire policy` (set_policy)",
+        )

@@ -20,6 +20,7 @@ from thinwire.stream.records import (
     Link,
     Manifest,
     Merge,
+    Policy,
     Signed,
     StreamRecord,
 )
@@ -140,20 +141,18 @@ def _decode(data: bytes, cls: type[Any], what: str) -> Any:
 
 
 def _check_stream(record: StreamRecord, what: str) -> None:
-    policy = record.policy
-    levels = policy.merge_levels
     if not is_lineage(record.lineage) or len(record.model) > MAX_TEXT:
         raise Corrupt(f"{what}: lineage or model name is malformed")
-    if fault := policy_fault(policy.anchor_every, levels):
+    if fault := policy_fault(record.policy):
         raise Corrupt(f"{what}: {fault}")
-    if min(policy.keep_versions, policy.keep_age_s, policy.grace_s) < 0:
-        raise Corrupt(f"{what}: a negative retention")
 
 
-def policy_fault(anchor_every: int, levels: list[int]) -> str | None:
-    """What is wrong with a cadence, or None."""
-    if anchor_every < 0:
-        return "anchor_every is negative"
+def policy_fault(policy: Policy) -> str | None:
+    """What is wrong with a policy, or None."""
+    levels = policy.merge_levels
+    numbers = (policy.anchor_every, policy.keep_versions, policy.keep_age_s, policy.grace_s)
+    if min(numbers) < 0 or max(numbers) > MAX_VERSION:
+        return "a number of it is negative or absurdly large"
     if len(levels) > 16 or any(level < 2 or level > MAX_VERSION for level in levels):
         return "a merge level is below 2, or there are more than 16"
     for small, large in pairwise(levels):
