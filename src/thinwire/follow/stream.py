@@ -21,6 +21,7 @@ from thinwire.store import Store, open_store
 from thinwire.stream import keys
 from thinwire.stream.encoding import (
     MAX_MANIFEST_BYTES,
+    MAX_NUMBER,
     MAX_SMALL_BYTES,
     check_parsed,
     digest_of_record,
@@ -203,7 +204,12 @@ class Stream:
                 check_parsed(merge, self._name(key), self.trusted_keys)
                 self._check_belongs(merge, lineage, key)
                 merges.append(merge)
-        return msgspec.structs.replace(found, merges=merges)
+        anchors = [
+            hint
+            for hint in found.anchors
+            if 1 <= hint.version <= keys.MAX_VERSION and 0 <= hint.size < MAX_NUMBER
+        ]
+        return msgspec.structs.replace(found, merges=merges, anchors=anchors)
 
     def head_hint(self) -> Head | None:
         """About where the stream is, or None."""

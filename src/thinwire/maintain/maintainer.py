@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -141,7 +141,7 @@ class Maintainer:
         dropped, removed = self._tidy(inventory, head, now_s)
         return Work(merge_count, anchor_count, dropped, removed)
 
-    def _merge(self, inventory: Inventory, head: Manifest, levels: list[int]) -> int:
+    def _merge(self, inventory: Inventory, head: Manifest, levels: Sequence[int]) -> int:
         made = 0
         first, steps_from = inventory.begin.version, inventory.steps_from
         known = {*inventory.merges, *inventory.retired_merges()}

@@ -28,7 +28,7 @@ from thinwire.publish.committing import Committer, Landed, Place
 from thinwire.publish.creation import create_stream
 from thinwire.publish.making import Facts, VersionMaker
 from thinwire.publish.source import TENSORS, Source, open_source
-from thinwire.stream.encoding import check_metadata
+from thinwire.stream.encoding import MAX_NUMBER, check_metadata
 from thinwire.stream.events import Observer, Observers, Published, Refused
 from thinwire.stream.records import Manifest
 from thinwire.stream.version import Version
@@ -303,6 +303,6 @@ class Publisher:
 def _facts(step: int | None, metadata: Mapping[str, Any] | None) -> Facts:
     facts = dict(metadata or {})
     check_metadata(facts)
-    if step is not None and (type(step) is not int or abs(step) >= 1 << 63):
+    if step is not None and (type(step) is not int or abs(step) >= MAX_NUMBER):
         raise InvalidArgument(f"step is {step!r}, not a whole number")
     return Facts(step, facts)

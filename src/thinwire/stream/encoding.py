@@ -34,6 +34,7 @@ MAX_FILES = 1 << 14
 # A sink's mark, at most 64 KiB, holds it too.
 MAX_METADATA_BYTES = 1 << 14
 MAX_TEXT = 1 << 10
+MAX_NUMBER = 1 << 62
 # What a delta may need in blocks of all shards together is bounded by the manifest's own size.
 
 _S = TypeVar("_S", bound=Signed)
@@ -93,6 +94,8 @@ def check_parsed(record: Signed, what: str, trusted: Collection[str]) -> None:
     check_signature(_signed_bytes(record), record.signer, record.signature, trusted, what)
     if not is_lineage(record.stream):
         raise Corrupt(f"{what}: the stream's id is malformed")
+    if not 0 <= record.created_ms < MAX_NUMBER:
+        raise Corrupt(f"{what}: its time is out of range")
     _CHECKS[type(record)](record, what)
 
 
@@ -166,8 +169,9 @@ def _check_version(record: Manifest, what: str) -> None:
     if not 1 <= record.first <= record.version <= MAX_VERSION:
         raise Corrupt(f"{what}: version {record.version} of a lineage from {record.first} on")
     _check_base(record, what)
-    if min(record.raw_bytes, record.word_count, record.changed_count) < 0:
-        raise Corrupt(f"{what}: a negative count")
+    counts = (record.raw_bytes, record.word_count, record.changed_count)
+    if min(counts) < 0 or max(counts) >= MAX_NUMBER or abs(record.step or 0) >= MAX_NUMBER:
+        raise Corrupt(f"{what}: a count or the step is out of range")
     if record.kind == "end":
         if not is_lineage(record.successor) or record.shards or record.files:
             raise Corrupt(f"{what}: it ends a lineage without a successor")

@@ -33,11 +33,15 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """
 
     anchor_every: int = 0
-    merge_levels: list[int] = msgspec.field(default_factory=lambda: [4, 16, 64, 256, 1024])
+    merge_levels: tuple[int, ...] = (4, 16, 64, 256, 1024)
     keep_versions: int = 1000
     keep_age_s: int = 86_400
     grace_s: int = 3_600
     accept_new_lineages: bool = False
+
+    def __post_init__(self) -> None:
+        """Take a list of levels too."""
+        msgspec.structs.force_setattr(self, "merge_levels", tuple(self.merge_levels))
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
