@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= 1
 SECONDS ?= 600
+ROUNDS ?= 500
 WORKERS ?= 1
 
 PY := .venv/bin/python
@@ -9,14 +10,16 @@ comma := ,
 EXTRAS := test,check$(if $(filter 1,$(TORCH)),$(comma)bench)
 NATIVE := $(wildcard native/core/* native/binding/*) CMakeLists.txt
 
-.PHONY: help demo test check bench bars fuzz venv format clean
+.PHONY: help demo test check bench bars stream-bars soak fuzz venv format clean
 
 help:
-	@echo "make demo    two real checkpoints: diff, apply, verify, and the bench table"
+	@echo "make demo    a real RL run through a folder as the store, with two followers"
 	@echo "make test    set everything up and run the tests"
 	@echo "make check   ruff, mypy, import-linter, clang-format"
 	@echo "make bench   the table of the README, on every run of the corpus"
 	@echo "make bars    every number of docs/benchmarks.md"
+	@echo "make stream-bars  the stream's numbers of docs/benchmarks.md"
+	@echo "make soak    processes killed at random, ROUNDS=$(ROUNDS)"
 	@echo "make fuzz    fuzz the readers for SECONDS=$(SECONDS)"
 
 venv: .venv/installed
@@ -51,6 +54,13 @@ bench: venv
 bars: venv
 	$(PY) benchmarks/find_corpus.py .bench/corpus
 	$(PY) benchmarks/bars.py .bench/corpus --json .bench/bars.json
+
+stream-bars: venv
+	$(PY) benchmarks/find_corpus.py .bench/corpus
+	$(PY) benchmarks/stream_bars.py .bench/corpus --json .bench/stream_bars.json
+
+soak: venv
+	OMP_NUM_THREADS=1 $(PY) benchmarks/soak/run.py --rounds $(ROUNDS)
 
 fuzz: venv
 	-$(PY) -m pip install --quiet --disable-pip-version-check atheris

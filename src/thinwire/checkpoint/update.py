@@ -16,7 +16,7 @@ from thinwire.checkpoint.redo_log import Block, FileSize, RedoHead, RedoWriter, 
 from thinwire.checkpoint.staging import keep_mode, seal, settle, staging_folder
 from thinwire.codec.delta_set import OpenDelta
 from thinwire.codec.dtypes import dtype_named
-from thinwire.errors import ApplyError, InvalidArgument
+from thinwire.errors import ApplyError, Corrupt, InvalidArgument
 
 
 class Scope(NamedTuple):
@@ -206,6 +206,13 @@ def _log_changes(
         for name, span in file.header.spans.items()
     }
     for change in read_changes(base, delta, on_bytes, only=staying):
+        if change.name not in homes:
+            # Only crafted digests let a "same" tensor change.
+            raise Corrupt(
+                f"the delta is unsound: its index says that {change.name!r} stays, yet it changes",
+                hint="Do not trust it",
+                tensor=change.name,
+            )
         number, span = homes[change.name]
         word_bytes = dtype_named(span.dtype).word_bytes
         offset = span.start + change.first_word * word_bytes
