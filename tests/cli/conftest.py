@@ -16,6 +16,8 @@ from thinwire.bench.framing import pack
 from thinwire.checkpoint import diff_checkpoint
 from thinwire.cli.app import app
 
+from .streams import VERSIONS, Lab, publish_some
+
 Run = Callable[..., Result]
 
 
@@ -115,3 +117,29 @@ def corpus(tmp_path: Path) -> Path:
         (root / run_name / "run.json").write_text("{}")
     (root / "other").mkdir()
     return root
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    """Checkpoints, and nothing published."""
+    tensors = {
+        "large": random_tensor("BF16", (300, 250), 1),
+        "blocks[0].w*": random_tensor("BF16", (300, 300), 2),
+        "small": random_tensor("F32", (4,), 3),
+    }
+    checkpoints = []
+    for number in range(1, 11):
+        folder = tmp_path / f"step-{number}"
+        checkpoints.append(write_checkpoint(folder, tensors, config_json="{}"))
+        tensors = {
+            name: stepped(tensor, number) if name != "small" else tensor
+            for name, tensor in tensors.items()
+        }
+    return Lab(tmp_path, checkpoints, f"file://{tmp_path}/store")
+
+
+@pytest.fixture
+def stream(lab: Lab) -> Lab:
+    """The same with ``VERSIONS`` versions."""
+    publish_some(lab, 1, VERSIONS)
+    return lab

@@ -4,23 +4,52 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from thinwire import __version__
 from thinwire.cli.apply import apply
 from thinwire.cli.bench import bench
+from thinwire.cli.cat import cat
 from thinwire.cli.diff import diff
-from thinwire.cli.failures import INTERRUPTED
+from thinwire.cli.failures import INTERRUPTED, usage_reported
+from thinwire.cli.follow import follow
+from thinwire.cli.fsck import fsck
 from thinwire.cli.inspect import inspect
+from thinwire.cli.keygen import keygen
+from thinwire.cli.log import log
+from thinwire.cli.maintain import maintain
+from thinwire.cli.policy import policy
+from thinwire.cli.publish import publish
 from thinwire.cli.verify import verify
+
+
+class _Commands(TyperGroup):
+    """Prints usage errors as JSON, too, where that is asked for."""
+
+    def main(self, args: Any = None, *rest: Any, **extra: Any) -> Any:
+        self._given = list(sys.argv[1:] if args is None else args)
+        return super().main(args, *rest, **extra)
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with usage_reported(self._given):
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with usage_reported(self._given):
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="thinwire",
-    help="Bit-exact deltas between checkpoints: made, applied, inspected, verified, measured.",
+    cls=_Commands,
+    help="Bit-exact deltas between checkpoints: made, applied, inspected, verified, measured; and "
+    "streams of them: published, followed, looked after.",
     epilog="Exit codes: 2 wrong arguments, 3 malformed files, 4 the delta does not fit the base, "
-    "5 files cannot be read or written, 130 interrupted.",
+    "5 files or objects cannot be read or written, 6 the stream does not allow it or is not whole, "
+    "130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     # An exception that is not ours is a bug, and its plain traceback is what a report needs.
@@ -46,6 +75,8 @@ def _options(
 
 for command in (diff, apply, inspect, verify, bench):
     app.command()(command)
+for stream_command in (publish, follow, log, cat, maintain, policy, fsck, keygen):
+    app.command(rich_help_panel="Streams")(stream_command)
 
 
 def main() -> None:

@@ -16,6 +16,11 @@ def print_json(content: Mapping[str, Any]) -> None:
     print(json.dumps(content, indent=1, default=str), flush=True)
 
 
+def print_json_line(content: Mapping[str, Any]) -> None:
+    """Print one JSON object in ASCII on one line, at once: one of several."""
+    print(json.dumps(content, default=str), flush=True)
+
+
 def print_table(
     headings: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -46,6 +51,17 @@ def printable(text: str) -> str:
 def percent(part: float, whole: float, digits: int = 4) -> str:
     """A share in %, without the sign; "-" of nothing."""
     return f"{100 * part / whole:.{digits}f}" if whole else NONE
+
+
+def duration(seconds: float) -> str:
+    """A time for people, in its two largest units: ``2h 5m``."""
+    left = max(0, int(seconds))
+    parts: list[str] = []
+    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count or parts or unit == "s":
+            parts.append(f"{count}{unit}")
+    return " ".join(parts[:2])
 
 
 def _print_drawn(

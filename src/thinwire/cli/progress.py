@@ -11,10 +11,11 @@ DELAY_S = 1.0
 
 
 @contextmanager
-def byte_progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None] | None]:
+def byte_progress(label: str, total_bytes: int | None) -> Iterator[Callable[[int], None] | None]:
     """A callback for ``on_bytes``, or None where stderr is no terminal.
 
-    The bar appears with the first bytes reported after ``DELAY_S`` and is gone at the end.
+    Without a total the bar only shows that something moves. It appears with the first bytes
+    reported after ``DELAY_S`` and is gone at the end.
     """
     if not sys.stderr.isatty():
         yield None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Literal, Self
 
@@ -93,7 +93,8 @@ class Follower:
         )
         self._is_partial = not selection.is_all
         self._leases = LeaseKeeper(store) if lease else None
-        self._wake = threading.Event()
+        # Unlike an event, it may be put to from a signal handler while this thread waits.
+        self._wakes: SimpleQueue[None] = SimpleQueue()
         self._is_stopped = False
         with ExitStack() as stack:
             stack.enter_context(self.sink.own())
@@ -184,14 +185,21 @@ class Follower:
         """Compare the sink's weights, read in full, with those of its version.
 
         Returns:
-            Whether they were right; where not, the version was fetched again.
+            Whether they were right; where not, the version was fetched again. True also where the
+            sink holds none.
 
         Raises:
+            InvalidArgument: The sink holds a part of the model; the manifest's digest is of all.
             ThinwireError: They were wrong, and the version cannot be fetched.
         """
         mark = self._guard.mark()
-        if mark is None or self._is_partial:
+        if mark is None:
             return True
+        if self._is_partial:
+            raise InvalidArgument(
+                f"{self.sink} holds a part of the model, and the digest of a version is of all",
+                hint="Follow into an empty folder to have it fetched again",
+            )
         with suppress(FormatError, InvalidArgument):
             if weights_of(self.sink.checkpoint().tensors) == mark.weights:
                 return True
@@ -241,13 +249,13 @@ class Follower:
         yield from self._updates(poll_s, float("inf"))
 
     def wake(self) -> None:
-        """Make :meth:`follow` look now. From any thread."""
-        self._wake.set()
+        """Make :meth:`follow` look now. From any thread, or a signal handler."""
+        self._wakes.put(None)
 
     def stop(self) -> None:
         """End :meth:`follow` after the step that runs. From any thread, or a signal handler."""
         self._is_stopped = True
-        self._wake.set()
+        self._wakes.put(None)
 
     def _catch_up(
         self,
@@ -308,8 +316,13 @@ class Follower:
                 return
             jitter = random.random()
             wait_s = next_wait_s(now_s - found_s, interval_s, poll_s, jitter)
-            self._wake.wait(min(wait_s, deadline_s - now_s))
-            self._wake.clear()
+            self._sleep(min(wait_s, deadline_s - now_s))
+
+    def _sleep(self, wait_s: float) -> None:
+        with suppress(Empty):
+            self._wakes.get(timeout=wait_s)
+            while True:
+                self._wakes.get_nowait()
 
     def _look(self) -> Version | None:
         """Catch up; None where nothing is there yet, or the store failed and may mend."""
@@ -319,7 +332,8 @@ class Follower:
             is_early = isinstance(error, NotFound) and self.sink.mark() is None
             if not (error.retryable or is_early):
                 raise
-            self._refuse("", 0, error)
+            if not is_early:
+                self._refuse("", 0, error)
             return None
         return found
 

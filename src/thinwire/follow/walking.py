@@ -178,7 +178,8 @@ class Walker:
             fetcher,
             self._sink.scratch(),
             base_weights=base_weights,
-            selection=self._selection,
+            # A reference names tensors only: it is small, and a copy is proved as a whole.
+            selection=Selection() if step.kind == "reference" else self._selection,
         )
         self._tell_fetched(step, fetcher, start_s)
         return delta

@@ -12,6 +12,7 @@ from pathlib import Path
 from thinwire.errors import ThinwireError, VersionGap
 from thinwire.follow import CheckpointSink, Follower, Stream
 from thinwire.follow.fetch import Fetcher, Wanted
+from thinwire.follow.reference import local_copy
 from thinwire.follow.steps import Step, step_of_anchor, step_of_merge, step_of_version
 from thinwire.maintain.inventory import Inventory
 from thinwire.stream.encoding import digest_of_record
@@ -72,7 +73,7 @@ def fsck(
         on_object: Called with the name and size of every object that was read.
 
     Raises:
-        NotFound: There is no such stream.
+        NotFound: There is no such stream; or, with ``deep``, no copy here of what it begins with.
         StoreError: The store cannot be read.
     """
     check = _Check(stream, Report(), on_object)
@@ -176,6 +177,9 @@ class _Check:
         inventory = lineage.inventory
         if inventory.is_over:
             return
+        if inventory.begin.source is not None:
+            # That there is no copy here says nothing about the stream.
+            local_copy(inventory.begin.source, base)
         with self._copy("steps", base) as follower:
             for manifest in lineage.versions.values():
                 if manifest.version < self._reachable_from(lineage):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -32,12 +32,22 @@ _BACKGROUND = "background"
 
 
 class Work(NamedTuple):
-    """What one round did. ``is_other``: another maintainer is in charge, so nothing was done."""
+    """What one round did.
+
+    Attributes:
+        merge_count: Merged deltas made.
+        anchor_count: Anchors made.
+        dropped_count: Merged deltas, anchors and runs of step deltas that are no longer to be used.
+        removed: Objects deleted.
+        failed_count: What could not be made; the observer was told why.
+        is_other: Another maintainer is in charge, so nothing was done.
+    """
 
     merge_count: int = 0
     anchor_count: int = 0
     dropped_count: int = 0
     removed: Removed = Removed(0, 0)
+    failed_count: int = 0
     is_other: bool = False
 
 
@@ -75,7 +85,9 @@ class Maintainer:
         self._give_way = give_way
         self._holder = _BACKGROUND if is_background else _holder_of(self._folder)
         self._trails: dict[str, Trails] = {}
-        self._stopped = threading.Event()
+        self._is_stopped = False
+        self._failed_count = 0
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # may be put to from a signal handler
 
     def __enter__(self) -> Self:
         return self
@@ -100,8 +112,9 @@ class Maintainer:
                 self.stream.store.delete([keys.maintainer()])
 
     def stop(self) -> None:
-        """End :meth:`watch` after the piece of work that runs. From any thread."""
-        self._stopped.set()
+        """End :meth:`watch` after the piece of work that runs. From any thread, or a handler."""
+        self._is_stopped = True
+        self._wakes.put(None)
 
     def watch(self, every_s: float = 10.0) -> None:
         """Look after the stream until :meth:`stop`; failures that may pass are told and retried.
@@ -109,14 +122,15 @@ class Maintainer:
         Raises:
             ThinwireError: What will not pass by itself.
         """
-        while not self._stopped.is_set():
+        while not self._is_stopped:
             try:
                 self.run_once()
             except ThinwireError as error:
                 if not error.retryable and not isinstance(error, NotFound):
                     raise
                 self._refuse(error)
-            self._stopped.wait(every_s)
+            with suppress(Empty):
+                self._wakes.get(timeout=every_s)
 
     def run_once(self) -> Work:
         """Do everything that is due now.
@@ -125,6 +139,7 @@ class Maintainer:
             NotFound: There is no such stream.
             ThinwireError: Something failed; what was made stays, what was not is made next time.
         """
+        self._failed_count = 0
         self.stream.forget()
         self.stream.check_key()
         now_s = self._take_lease()
@@ -139,7 +154,7 @@ class Maintainer:
         anchor_count = self._anchor(inventory, head)
         inventory.publish(self.stream)
         dropped, removed = self._tidy(inventory, head, now_s)
-        return Work(merge_count, anchor_count, dropped, removed)
+        return Work(merge_count, anchor_count, dropped, removed, self._failed_count)
 
     def _merge(self, inventory: Inventory, head: Manifest, levels: Sequence[int]) -> int:
         made = 0
@@ -147,7 +162,7 @@ class Maintainer:
         known = {*inventory.merges, *inventory.retired_merges()}
         due = due_merges(first, head.version, steps_from, levels, known)
         for base, version in due:
-            if self._stopped.is_set():
+            if self._is_stopped:
                 break
             self._give_way()
             with self._going_on():
@@ -167,7 +182,7 @@ class Maintainer:
         step_bytes = head.payload_bytes if head.kind == "delta" else head.raw_bytes
         options = inventory.options(step_bytes)
         self._give_way()
-        if newest == head.version or self._stopped.is_set():
+        if newest == head.version or self._is_stopped:
             return 0
         if not is_anchor_due(policy, newest, head.version, options, head.raw_bytes):
             return 0
@@ -280,7 +295,11 @@ class Maintainer:
         return found
 
     def _going_on(self) -> _GoingOn:
-        return _GoingOn(self._refuse)
+        return _GoingOn(self._note_failure)
+
+    def _note_failure(self, error: ThinwireError) -> None:
+        self._failed_count += 1
+        self._refuse(error)
 
     def _tell(self, kind: str, version: int, object_count: int, payload_bytes: int) -> None:
         self._observers.on_event(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from thinwire.follow import CheckpointSink, Follower, Stream
-from thinwire.stream.events import Observer
+from thinwire.stream.events import Observer, Refusals
 from thinwire.stream.records import Manifest
 
 
@@ -31,7 +31,7 @@ class Trails:
         self._stream = stream
         self._folder = folder
         self._base = base
-        self._observer = observer
+        self._observer = Refusals(observer)
         self._trails: dict[int, Trail] = {}
         self._stack = ExitStack()
 

@@ -29,7 +29,7 @@ from thinwire.publish.creation import create_stream
 from thinwire.publish.making import Facts, VersionMaker
 from thinwire.publish.source import TENSORS, Source, open_source
 from thinwire.stream.encoding import MAX_NUMBER, check_metadata
-from thinwire.stream.events import Observer, Observers, Published, Refused
+from thinwire.stream.events import Observer, Observers, Published, Refusals, Refused
 from thinwire.stream.records import Manifest
 from thinwire.stream.version import Version
 
@@ -90,7 +90,7 @@ class Publisher:
             base=base,
             accept_new_lineages=True,
             lease=False,
-            observer=observer,
+            observer=Refusals(self._observers),
         )
         try:
             self._committer = Committer(self.stream, new_lineage=new_lineage)

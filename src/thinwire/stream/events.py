@@ -70,6 +70,18 @@ class Observer(Protocol):
         """Take note of an event."""
 
 
+class Refusals:
+    """Passes on refusals only: for copies of the model that serve nobody."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def on_event(self, event: Event) -> None:
+        """Tell of a refusal."""
+        if isinstance(event, Refused):
+            self._observer.on_event(event)
+
+
 class Observers:
     """Several observers as one. None is no observer."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InternalError, InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import (
     Ed25519PrivateKey,
@@ -37,7 +37,7 @@ class SigningKey:
         """
         try:
             private = serialization.load_pem_private_key(pem, password=None)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, UnsupportedAlgorithm, InternalError):
             private = None
         if not isinstance(private, Ed25519PrivateKey):
             raise InvalidArgument(
