@@ -41,7 +41,13 @@ _OBJECT = ObjectRecord(300_000, 1 << 18, [_DIGEST, "cd" * 32])
 _FILE = FileRecord(size=10, block=1 << 18, blocks=[_DIGEST], name="config.json")
 _SAME: dict[str, Any] = {"format": 1, "stream": _ID, "created_ms": 1_700_000_000_000}
 _PLACE: dict[str, Any] = {**_SAME, "lineage": _ID, "session": _ID}
-_VERSION: dict[str, Any] = {**_PLACE, "type": "version", "first": 1, "weights": _DIGEST}
+_VERSION: dict[str, Any] = {
+    **_PLACE,
+    "type": "version",
+    "first": 1,
+    "weights": _DIGEST,
+    "layout": _DIGEST,
+}
 
 
 def _seeds() -> dict[str, bytes]:
@@ -50,6 +56,7 @@ def _seeds() -> dict[str, bytes]:
         base=Link(2, _DIGEST),
         target=_LINK,
         weights=_DIGEST,
+        layout=_DIGEST,
         shards=[_OBJECT],
         **_PLACE,
     )
@@ -76,7 +83,9 @@ def _seeds() -> dict[str, bytes]:
         ),
         "end": Manifest(kind="end", version=7, base=_LINK, successor="f" * 32, **_VERSION),
         "merge": merge,
-        "anchor": Anchor(type="anchor", target=_LINK, weights=_DIGEST, files=[_FILE], **_PLACE),
+        "anchor": Anchor(
+            type="anchor", target=_LINK, weights=_DIGEST, layout=_DIGEST, files=[_FILE], **_PLACE
+        ),
         "catalog": Catalog(
             1, _ID, 1, [merge], [AnchorHint(1, 10)], [Retired("steps", 1, 4, 1_700_000_000_000)]
         ),

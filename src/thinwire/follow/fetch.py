@@ -120,7 +120,7 @@ class Fetcher:
 
     def _blocks(self, wanted: Wanted, ranges: list[range]) -> Iterator[tuple[int, bytes]]:
         """The verified data of each range with its place in the object, in order."""
-        largest = max((self._size(wanted.record, r) for r in ranges), default=1)
+        largest = max([1, *(self._size(wanted.record, r) for r in ranges)])
         # A range is held about twice: as the client received it and as bytes. And map_in_order
         # lets results wait: twice as many as there are workers.
         workers = max(1, min(_PARALLEL, len(ranges), self._memory_bytes // (8 * largest)))

@@ -23,7 +23,7 @@ from thinwire.errors import (
 from thinwire.follow.cache import DEFAULT_LIMIT_BYTES, BlockCache
 from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES, Fetcher
 from thinwire.follow.guard import Guard
-from thinwire.follow.install import weights_of
+from thinwire.follow.install import Content
 from thinwire.follow.leases import LeaseKeeper
 from thinwire.follow.selection import Selection
 from thinwire.follow.sink import CheckpointSink, Sink
@@ -162,6 +162,17 @@ class Follower:
         self._lease(found.lineage, found.version)
         return found
 
+    def check_known(self) -> None:
+        """Make sure that the version that the sink holds is in the stream.
+
+        Raises:
+            LineageChanged: The stream was replaced, or set back.
+        """
+        mark = self._guard.mark()
+        if mark is not None:
+            self._guard.doubt()
+            self._guard.check_known(mark)
+
     def bring_to(self, manifest: Manifest) -> Version:
         """Bring the sink to a version whose manifest is known, forwards or backwards.
 
@@ -182,7 +193,7 @@ class Follower:
         return self._traveller.take(self._guard.mark(), step, manifest)
 
     def prove(self) -> bool:
-        """Compare the sink's weights, read in full, with those of its version.
+        """Compare what the sink holds, read in full, with its version.
 
         Returns:
             Whether they were right; where not, the version was fetched again. True also where the
@@ -201,11 +212,12 @@ class Follower:
                 hint="Follow into an empty folder to have it fetched again",
             )
         with suppress(FormatError, InvalidArgument):
-            if weights_of(self.sink.checkpoint().tensors) == mark.weights:
+            held = Content.of_checkpoint(self.sink.checkpoint())
+            if held == Content(mark.weights, mark.layout):
                 return True
         manifest = self.stream.require(mark.lineage, mark.link)
         error = BaseMismatch(
-            f"{self.sink} does not hold the weights of version {mark.version}: someone changed it",
+            f"{self.sink} does not hold version {mark.version} any more: someone changed it",
             hint="Follow into an empty folder",
             version=mark.version,
         )

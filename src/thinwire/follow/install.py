@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from thinwire.checkpoint import Checkpoint, SafetensorsFile
 from thinwire.checkpoint.apply import build_weights, write_small_file
@@ -14,19 +15,18 @@ from thinwire.checkpoint.plan import plan_result
 from thinwire.checkpoint.safetensors_file import (
     LENGTH_BYTES,
     Header,
-    StoredTensor,
     parse_header,
 )
 from thinwire.codec.delta_set import DeltaSet
-from thinwire.codec.digest import tensor_digest
+from thinwire.codec.digest import tensor_digest, xxh3_64
 from thinwire.errors import ChecksumMismatch
 from thinwire.follow.fetch import Fetcher, Wanted
 from thinwire.follow.reference import check_content
 from thinwire.follow.selection import Selection, is_held
 from thinwire.follow.sink import Mark, Sink
-from thinwire.follow.steps import Step, Weights, check_weights
+from thinwire.follow.steps import Step
 from thinwire.stream.blocks import blocks_of
-from thinwire.stream.weights import weights_digest
+from thinwire.stream.weights import LayoutRow, layout_digest, weights_digest
 
 OnBytes = Callable[[int], None] | None
 
@@ -54,7 +54,8 @@ def install_anchor(
                 else:
                     _fetch_part(fetcher, wanted, path, sink.scratch(), selection)
             elif selection.is_all or name != INDEX_NAME:
-                fetcher.into_file(wanted, staged.path_for(name), on_bytes=on_bytes)
+                path = staged_files[name] = staged.path_for(name)
+                fetcher.into_file(wanted, path, on_bytes=on_bytes)
         if selection.is_all:
             _check_files(staged_files, step)
 
@@ -74,7 +75,6 @@ def install_reference(
         BaseMismatch, TensorMismatch: The copy holds other weights. The sink is as it was.
     """
     assert step.manifest is not None
-    check_weights(Weights.of_entries(delta.tensors.values()), step, None)
     check_content(copy, step.manifest.content)
     plan = plan_result(copy, delta)
     with sink.installing(mark) as staged:
@@ -90,32 +90,67 @@ def install_reference(
                 write_small_file(copy, delta, small, staged.path_for(small.name))
 
 
-def weights_of(tensors: Mapping[str, StoredTensor]) -> str:
-    """The digest of all tensors of a checkpoint, read from its bytes."""
-    return weights_digest(
-        (name, tensor.dtype, list(tensor.shape), f"{tensor_digest(tensor.dtype, tensor.data):016x}")
-        for name, tensor in tensors.items()
-    )
+class Content(NamedTuple):
+    """What a folder holds: the digests that a manifest names."""
+
+    weights: str
+    layout: str
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint) -> Content:
+        """Read from the bytes of an opened checkpoint."""
+        return cls._of(checkpoint.weights, checkpoint.files)
+
+    @classmethod
+    def of_files(cls, files: Mapping[str, Path]) -> Content:
+        """Read from files that lie under other names, as staged ones do.
+
+        Raises:
+            FormatError: A weights file is malformed.
+        """
+        weights = {
+            name: SafetensorsFile.open(path)
+            for name, path in files.items()
+            if is_weights_name(name)
+        }
+        return cls._of(weights, {n: path for n, path in files.items() if n not in weights})
+
+    @classmethod
+    def _of(cls, weights: Mapping[str, SafetensorsFile], files: Mapping[str, Path]) -> Content:
+        tensors = [
+            (
+                name,
+                tensor.dtype,
+                list(tensor.shape),
+                f"{tensor_digest(tensor.dtype, tensor.data):016x}",
+            )
+            for file in weights.values()
+            for name, tensor in file.tensors.items()
+        ]
+        return cls(weights_digest(tensors), _layout(weights, files))
 
 
-def tensors_in(files: Mapping[str, Path]) -> dict[str, StoredTensor]:
-    """The tensors of the weights files among files that lie under other names, as staged ones do.
+def layout_of(checkpoint: Checkpoint) -> str:
+    """The digest of a checkpoint's headers and other files: weights are not read."""
+    return _layout(checkpoint.weights, checkpoint.files)
 
-    Raises:
-        FormatError: A weights file is malformed.
-    """
-    tensors: dict[str, StoredTensor] = {}
+
+def _layout(weights: Mapping[str, SafetensorsFile], files: Mapping[str, Path]) -> str:
+    rows: list[LayoutRow] = [
+        (name, "header", len(file.header_bytes), f"{xxh3_64(file.header_bytes):016x}")
+        for name, file in weights.items()
+    ]
     for name, path in files.items():
-        if is_weights_name(name):
-            tensors.update(SafetensorsFile.open(path).tensors)
-    return tensors
+        data = map_file(path)
+        rows.append((name, "file", data.size, f"{xxh3_64(data):016x}"))
+    return layout_digest(rows)
 
 
 def _check_files(files: Mapping[str, Path], step: Step) -> None:
-    """Raise ChecksumMismatch unless staged weights files hold the weights of the manifest."""
-    if weights_of(tensors_in(files)) != step.weights:
+    """Raise ChecksumMismatch unless staged files are those of the manifest."""
+    if Content.of_files(files) != Content(step.weights, step.layout):
         raise ChecksumMismatch(
-            f"the anchor of version {step.target.version} holds other weights than its manifest "
+            f"the anchor of version {step.target.version} holds something else than its manifest "
             "says",
             hint="`thinwire fsck` shows what is wrong with the stream",
             version=step.target.version,
@@ -137,16 +172,18 @@ def _fetch_part(
             fetched.update(missing)
         return map_file(sparse)
 
-    length = min(LENGTH_BYTES, wanted.record.size)
-    first = int.from_bytes(have([(0, length)])[:length].tobytes(), "little")
-    # What a hostile length would reach beyond is cut, and the parser says so.
-    stop = min(wanted.record.size, LENGTH_BYTES + first)
-    header = parse_header(have([(0, stop)])[:stop].tobytes(), wanted.what)
-    spans = [header.spans[name] for name in _chosen(header, selection)]
-    data = have([(0, stop), *((span.start, span.stop) for span in spans)])
-    tensors = {name: data[s.start : s.stop] for name, s in header.spans.items()}
-    _write_part(header, tensors, path, selection)
-    sparse.unlink()
+    try:
+        length = min(LENGTH_BYTES, wanted.record.size)
+        first = int.from_bytes(have([(0, length)])[:length].tobytes(), "little")
+        # What a hostile length would reach beyond is cut, and the parser says so.
+        stop = min(wanted.record.size, LENGTH_BYTES + first)
+        header = parse_header(have([(0, stop)])[:stop].tobytes(), wanted.what)
+        spans = [header.spans[name] for name in _chosen(header, selection)]
+        data = have([(0, stop), *((span.start, span.stop) for span in spans)])
+        tensors = {name: data[s.start : s.stop] for name, s in header.spans.items()}
+        _write_part(header, tensors, path, selection)
+    finally:
+        sparse.unlink(missing_ok=True)
 
 
 def _chosen(header: Header, selection: Selection) -> list[str]:

@@ -14,7 +14,7 @@ from thinwire.codec.selection import head_bytes, needed_ranges, parse_partial_he
 from thinwire.errors import LimitExceeded, Unavailable
 from thinwire.follow.fetch import Fetcher, Wanted
 from thinwire.follow.selection import Selection, is_held
-from thinwire.follow.steps import Step, Weights, check_weights
+from thinwire.follow.steps import Outcome, Step, check_outcome
 from thinwire.stream.blocks import blocks_of
 
 # What is left free on the disk.
@@ -66,7 +66,7 @@ def load_delta(
         if selection.is_all:
             opened = [stack.enter_context(_open_whole(w, fetcher, scratch)) for w in step.shards]
             deltas = DeltaSet(opened)
-            weights = Weights.of_entries(deltas.tensors.values())
+            outcome = Outcome.of_delta(deltas)
         else:
             heads = []
             opened = []
@@ -75,8 +75,8 @@ def load_delta(
                 heads.append(head)
                 opened.append(stack.enter_context(delta))
             deltas = DeltaSet(opened)
-            weights = Weights.of_heads(heads)
-        check_weights(weights, step, base_weights)
+            outcome = Outcome.of_heads(heads)
+        check_outcome(outcome, step, base_weights)
         stack.pop_all()
     return deltas
 

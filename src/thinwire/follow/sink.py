@@ -36,6 +36,7 @@ class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     kind: VersionKind
     manifest: str
     weights: str
+    layout: str
     payload_bytes: int
     raw_bytes: int
     word_count: int

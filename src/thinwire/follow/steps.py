@@ -7,14 +7,14 @@ from typing import Literal, NamedTuple
 
 from thinwire.checkpoint.file_names import first_clash, name_fault
 from thinwire.codec.container import Head, digests_of
-from thinwire.codec.delta import TensorEntry
+from thinwire.codec.delta_set import DeltaSet
 from thinwire.errors import ChecksumMismatch, Corrupt, VersionGap
 from thinwire.follow.fetch import Wanted
 from thinwire.stream import keys
 from thinwire.stream.blocks import ObjectRecord
 from thinwire.stream.encoding import digest_of_record
 from thinwire.stream.records import Anchor, FileRecord, Link, Manifest, Merge
-from thinwire.stream.weights import TensorRow, weights_digest
+from thinwire.stream.weights import LayoutRow, TensorRow, layout_digest, weights_digest
 
 
 class Step(NamedTuple):
@@ -26,6 +26,7 @@ class Step(NamedTuple):
         base: The version it must be applied to; None: it needs none.
         target: The version that it makes.
         weights: The digest of that version's tensors.
+        layout: The digest of everything else in its folder.
         shards: The shards of a delta, or of a reference.
         files: The files of an anchor, by name.
         manifest: The target's manifest, where it was read.
@@ -36,6 +37,7 @@ class Step(NamedTuple):
     base: Link | None
     target: Link
     weights: str
+    layout: str
     shards: list[Wanted]
     files: Mapping[str, Wanted]
     manifest: Manifest | None
@@ -59,6 +61,7 @@ def step_of_version(manifest: Manifest, url: str) -> Step:
         base,
         Link(version, digest_of_record(manifest)),
         manifest.weights,
+        manifest.layout,
         _shards(lineage, start, version, manifest.session, manifest.shards, url),
         _files(lineage, version, manifest.session, manifest.files, url),
         manifest,
@@ -69,14 +72,17 @@ def step_of_merge(merge: Merge, url: str) -> Step:
     """The step of a merged delta."""
     base, target = merge.base, merge.target
     shards = _shards(merge.lineage, base.version, target.version, merge.session, merge.shards, url)
-    return Step("merge", merge.lineage, base, target, merge.weights, shards, {}, None)
+    return Step("merge", merge.lineage, base, target, merge.weights, merge.layout, shards, {}, None)
 
 
 def step_of_anchor(anchor: Anchor, url: str) -> Step:
     """The step of an anchor made later on."""
     version = anchor.target.version
     files = _files(anchor.lineage, version, anchor.session, anchor.files, url)
-    return Step("anchor", anchor.lineage, None, anchor.target, anchor.weights, [], files, None)
+    target = anchor.target
+    return Step(
+        "anchor", anchor.lineage, None, target, anchor.weights, anchor.layout, [], files, None
+    )
 
 
 def check_chain(steps: Iterable[Step], have: Link | None, target: Link | None) -> None:
@@ -104,22 +110,28 @@ def gap(version: int) -> VersionGap:
     )
 
 
-class Weights(NamedTuple):
-    """The digests of all weights before and after a delta, or several shards of one."""
+class Outcome(NamedTuple):
+    """What a delta says of itself: the weights before and after it, and the new layout."""
 
     old: str
-    new: str
+    weights: str
+    layout: str
 
     @classmethod
-    def of_entries(cls, entries: Iterable[TensorEntry]) -> Weights:
-        """Those of an opened delta."""
-        rows = [(e.name, e.dtype, list(e.shape), e.base_digest, e.new_digest) for e in entries]
-        return cls._of_rows(rows)
+    def of_delta(cls, delta: DeltaSet) -> Outcome:
+        """That of an opened delta, whole."""
+        tensors = [
+            (e.name, e.dtype, list(e.shape), e.base_digest, e.new_digest)
+            for e in delta.tensors.values()
+        ]
+        files = [(a.name, a.kind, a.size, a.digest) for a in delta.attachments]
+        return cls._of_rows(tensors, files)
 
     @classmethod
-    def of_heads(cls, heads: Iterable[Head]) -> Weights:
-        """Those of deltas of which only the head is there."""
-        rows = []
+    def of_heads(cls, heads: Iterable[Head]) -> Outcome:
+        """That of deltas of which only the head is there."""
+        tensors = []
+        files = []
         for head in heads:
             at = 0
             for tensor in head.index.tensors:
@@ -127,37 +139,50 @@ class Weights(NamedTuple):
                 at += len(digests)
                 old = None if tensor.kind == "full" else digests[0]
                 new = None if tensor.kind == "removed" else digests[-1]
-                rows.append((tensor.name, tensor.dtype, tensor.shape, old, new))
-        return cls._of_rows(rows)
+                tensors.append((tensor.name, tensor.dtype, tensor.shape, old, new))
+            for file, digest in zip(head.index.attachments, head.digests[at:], strict=True):
+                files.append((file.name, file.kind, file.size, digest))
+        return cls._of_rows(tensors, files)
 
     @classmethod
     def _of_rows(
-        cls, rows: Iterable[tuple[str, str, list[int], int | None, int | None]]
-    ) -> Weights:
+        cls,
+        tensors: Iterable[tuple[str, str, list[int], int | None, int | None]],
+        files: Iterable[tuple[str, str, int, int]],
+    ) -> Outcome:
         old: list[TensorRow] = []
         new: list[TensorRow] = []
-        for name, dtype, shape, old_digest, new_digest in rows:
+        for name, dtype, shape, old_digest, new_digest in tensors:
             for found, digest in ((old, old_digest), (new, new_digest)):
                 if digest is not None:
                     found.append((name, dtype, shape, f"{digest:016x}"))
-        return cls(weights_digest(old), weights_digest(new))
+        layout: list[LayoutRow] = [
+            (name, kind, size, f"{digest:016x}")
+            for name, kind, size, digest in files
+            if kind != "removed"
+        ]
+        return cls(weights_digest(old), weights_digest(new), layout_digest(layout))
 
 
-def check_weights(weights: Weights, step: Step, base_weights: str | None) -> None:
-    """Raise unless a delta leads from the base's weights to those of the manifest.
+def check_outcome(outcome: Outcome, step: Step, base_weights: str | None) -> None:
+    """Raise unless a delta leads from the base's weights to what the manifest says.
 
     Raises:
         ChecksumMismatch: It belongs to other weights.
     """
-    starts_elsewhere = base_weights is not None and weights.old != base_weights
-    if weights.new != step.weights or starts_elsewhere:
-        does = "starts from" if starts_elsewhere else "makes"
-        raise ChecksumMismatch(
-            f"the delta to version {step.target.version} {does} other weights than its manifest "
-            "says",
-            hint="`thinwire fsck` shows what is wrong with the stream",
-            version=step.target.version,
-        )
+    if base_weights is not None and outcome.old != base_weights:
+        fault = "starts from other weights than those before it"
+    elif outcome.weights != step.weights:
+        fault = "makes other weights than its manifest says"
+    elif outcome.layout != step.layout:
+        fault = "makes other files than its manifest says"
+    else:
+        return
+    raise ChecksumMismatch(
+        f"the delta to version {step.target.version} {fault}",
+        hint="`thinwire fsck` shows what is wrong with the stream",
+        version=step.target.version,
+    )
 
 
 def _shards(

@@ -43,6 +43,7 @@ def make_anchor(stream: Stream, trail: Trail, give_way: Callable[[], None]) -> A
         session=secrets.token_hex(16),
         target=mark.link,
         weights=mark.weights,
+        layout=mark.layout,
         files=records,
     )
     anchor = sign(anchor, stream.signing_key)

@@ -133,6 +133,7 @@ class _Check:
     def chain(self) -> Iterator[_Lineage]:
         """Walk every manifest from the first lineage on."""
         lineage: str = self._stream.record().lineage
+        seen: set[str] = set()
         first, end = 1, None
         while True:
             self.report.lineage_count += 1
@@ -161,7 +162,9 @@ class _Check:
             if versions:
                 with self._noting(f"lineage {lineage}"):
                     yield _Lineage(versions, Inventory.load(self._stream, lineage, first))
+            seen.add(lineage)
             if end is None:
+                self._check_reached(seen)
                 return
             lineage, first = end.successor, end.version
 
@@ -261,6 +264,15 @@ class _Check:
         if newest >= version:
             error = VersionGap(f"version {version} is missing, though {newest} was published")
             self._problem(f"version {version}", error)
+
+    def _check_reached(self, seen: set[str]) -> None:
+        """A published head in a lineage that no chain leads to means that manifests are missing."""
+        head = self._stream.head_hint()
+        if head is None or head.lineage in seen:
+            return
+        if self._stream.manifest(head.lineage, head.version) is not None:
+            error = VersionGap(f"no chain of manifests leads to version {head.version}")
+            self._problem(f"version {head.version}", error)
 
     def _read(self, wanted: Wanted) -> None:
         path = self.folder / "object"

@@ -14,7 +14,7 @@ from pathlib import Path
 from thinwire.checkpoint.diff import collect_attachments, pair_tensors
 from thinwire.errors import AlreadyExists
 from thinwire.follow import Mark, Stream
-from thinwire.follow.steps import Weights
+from thinwire.follow.steps import Outcome
 from thinwire.maintain.trails import Trail
 from thinwire.maintain.upload import put_files, shard_keys, write_shards
 from thinwire.stream import keys
@@ -69,8 +69,8 @@ def make_merge(
     )
     try:
         with shards.open() as delta:
-            weights = Weights.of_entries(delta.tensors.values())
-            if weights != Weights(begin.weights, end.weights):
+            if Outcome.of_delta(delta) != Outcome(begin.weights, end.weights, end.layout):
+                # Someone changed a copy: mended here, made next time.
                 old.follower.prove()
                 new.follower.prove()
                 return None
@@ -84,6 +84,7 @@ def make_merge(
                 base=begin.link,
                 target=end.link,
                 weights=end.weights,
+                layout=end.layout,
                 shards=shards.records,
             )
             is_ours = _commit(stream, sign(merge, stream.signing_key), shards.paths)

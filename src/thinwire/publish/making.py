@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from thinwire.checkpoint import Checkpoint
-from thinwire.checkpoint.safetensors_file import StoredTensor
+from thinwire.checkpoint import Checkpoint, SafetensorsFile
+from thinwire.checkpoint.file_names import is_weights_name
 from thinwire.codec.chunk import Spec
 from thinwire.codec.container import Attachment
 from thinwire.codec.plan import Pair, word_count
 from thinwire.errors import BaseMismatch, CommitConflict, Fenced, ThinwireError, Unavailable
 from thinwire.follow import CheckpointSink, Mark, Stream
-from thinwire.follow.install import tensors_in, weights_of
+from thinwire.follow.install import Content, layout_of
 from thinwire.follow.reference import content_digest
-from thinwire.follow.steps import Weights
+from thinwire.follow.steps import Outcome
 from thinwire.maintain.upload import Shards, file_record, put_files, shard_keys, write_shards
 from thinwire.publish.committing import Committer, Place
 from thinwire.publish.source import Source, carried_attachments
@@ -78,12 +78,13 @@ class VersionMaker:
                 return paths[name]
 
             source.write(path_for)
-            tensors = tensors_in(paths)
-            manifest = self._manifest(place, facts, _as_new(tensors))
+            content = Content.of_files(paths)
+            manifest = self._manifest(place, facts, _as_new(paths))
             manifest = msgspec.structs.replace(
                 manifest,
                 kind="anchor",
-                weights=weights_of(tensors),
+                weights=content.weights,
+                layout=content.layout,
                 files=[file_record(name, path) for name, path in paths.items()],
             )
             session = self._committer.session
@@ -107,11 +108,12 @@ class VersionMaker:
         shards = self._encode(pairs, carried_attachments(copy))
         try:
             with shards.open() as delta:
-                weights = Weights.of_entries(delta.tensors.values()).new
+                outcome = Outcome.of_delta(delta)
             manifest = msgspec.structs.replace(
                 self._manifest(place, facts, pairs, shards),
                 kind="reference",
-                weights=weights,
+                weights=outcome.weights,
+                layout=outcome.layout,
                 source=source,
                 content=content_digest(copy.tensors),
             )
@@ -125,20 +127,22 @@ class VersionMaker:
 
         Once it is committed, whatever happens to the baseline is told and not raised.
         """
-        pairs, attachments = source.pairs(self._sink.checkpoint())
+        baseline = self._sink.checkpoint()
+        if layout_of(baseline) != mark.layout:
+            raise self._changed(mark)
+        pairs, attachments = source.pairs(baseline)
         shards = self._encode(pairs, attachments)
         try:
             with shards.open() as delta:
                 source.check_unchanged()
-                weights = Weights.of_entries(delta.tensors.values())
-                if weights.old != mark.weights:
-                    raise BaseMismatch(
-                        f"the baseline in {self._sink.folder} is not version {mark.version} any "
-                        "more: someone changed its weights",
-                        hint="Close this publisher and open it again: it fetches the version",
-                    )
-                manifest = self._manifest(place, facts, pairs, shards)
-                manifest = msgspec.structs.replace(manifest, weights=weights.new)
+                outcome = Outcome.of_delta(delta)
+                if outcome.old != mark.weights:
+                    raise self._changed(mark)
+                manifest = msgspec.structs.replace(
+                    self._manifest(place, facts, pairs, shards),
+                    weights=outcome.weights,
+                    layout=outcome.layout,
+                )
                 manifest = self._commit(manifest, place.version - 1, shards)
                 try:
                     self._sink.apply(delta, Mark.of(Version.of(manifest), manifest.stream, []))
@@ -147,6 +151,13 @@ class VersionMaker:
         finally:
             shards.remove()
         return manifest
+
+    def _changed(self, mark: Mark) -> BaseMismatch:
+        return BaseMismatch(
+            f"the baseline in {self._sink.folder} is not version {mark.version} any more: someone "
+            "changed or added a file",
+            hint="Close this publisher and open it again: it fetches the version",
+        )
 
     def _encode(self, pairs: Sequence[Pair], attachments: Sequence[Attachment]) -> Shards:
         return write_shards(
@@ -209,8 +220,10 @@ class VersionMaker:
         )
 
 
-def _as_new(tensors: Mapping[str, StoredTensor]) -> list[Pair]:
+def _as_new(files: Mapping[str, Path]) -> list[Pair]:
     return [
         Pair(name, tensor.dtype, tuple(tensor.shape), None, tensor.data)
-        for name, tensor in tensors.items()
+        for file, path in files.items()
+        if is_weights_name(file)
+        for name, tensor in SafetensorsFile.open(path).tensors.items()
     ]

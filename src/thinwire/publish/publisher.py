@@ -256,6 +256,7 @@ class Publisher:
 
     def _go_on(self) -> None:
         """Bring the baseline to the head of the stream and prove it."""
+        self._follower.check_known()
         end, head = self._committer.end, self._committer.head
         if end is not None:
             raise LineageChanged(

@@ -187,6 +187,7 @@ def _check_version(record: Manifest, what: str) -> None:
     if has != wanted[record.kind] or record.successor:
         raise Corrupt(f"{what}: it does not hold what a version of kind {record.kind!r} holds")
     _check_digest(record.weights, what)
+    _check_digest(record.layout, what)
     if record.kind == "reference":
         _check_digest(record.content, what)
     if record.source is not None:
@@ -221,6 +222,7 @@ def _check_merge(record: Merge, what: str) -> None:
     if record.base.version >= record.target.version or not record.shards:
         raise Corrupt(f"{what}: from {record.base.version} to {record.target.version}")
     _check_digest(record.weights, what)
+    _check_digest(record.layout, what)
     _check_parts(record.shards, MAX_SHARDS, what)
 
 
@@ -228,6 +230,7 @@ def _check_anchor(record: Anchor, what: str) -> None:
     _check_place(record.lineage, record.session, what)
     _check_link(record.target, what)
     _check_digest(record.weights, what)
+    _check_digest(record.layout, what)
     if not record.files:
         raise Corrupt(f"{what}: it has no files")
     _check_parts(record.files, MAX_FILES, what)

@@ -104,6 +104,7 @@ class Manifest(Signed, frozen=True, kw_only=True):
         base: The version before. For a first version, the "end" of the lineage it follows.
         previous: For a first version: the lineage it follows, if any.
         weights: The digest of all tensors.
+        layout: The digest of the headers of weights files and of all other files.
         content: For a version by reference: BLAKE3 over the BLAKE3 of every tensor.
     """
 
@@ -118,6 +119,7 @@ class Manifest(Signed, frozen=True, kw_only=True):
     previous: str = ""
     step: int | None = None
     weights: str = ""
+    layout: str = ""
     raw_bytes: int = 0
     word_count: int = 0
     changed_count: int = 0
@@ -144,6 +146,7 @@ class Merge(Signed, frozen=True, kw_only=True):
     base: Link
     target: Link
     weights: str
+    layout: str
     shards: list[ObjectRecord]
 
     @property
@@ -161,6 +164,7 @@ class Anchor(Signed, frozen=True, kw_only=True):
     session: str
     target: Link
     weights: str
+    layout: str
     files: list[FileRecord]
 
     @property

@@ -21,6 +21,7 @@ class Version:
         kind: "anchor", "reference" or "delta".
         manifest: The digest of its manifest.
         weights: The digest of all its tensors.
+        layout: The digest of everything else in its folder.
         payload_bytes: Bytes that publishing it moved.
         raw_bytes: Bytes of all its tensors.
         word_count: Words of all its tensors.
@@ -36,6 +37,7 @@ class Version:
     kind: VersionKind
     manifest: str
     weights: str
+    layout: str
     payload_bytes: int
     raw_bytes: int
     word_count: int
@@ -54,6 +56,7 @@ class Version:
             kind=manifest.kind,
             manifest=digest_of_record(manifest),
             weights=manifest.weights,
+            layout=manifest.layout,
             payload_bytes=manifest.payload_bytes,
             raw_bytes=manifest.raw_bytes,
             word_count=manifest.word_count,
