@@ -111,7 +111,10 @@ def gap(version: int) -> VersionGap:
 
 
 class Outcome(NamedTuple):
-    """What a delta says of itself: the weights before and after it, and the new layout."""
+    """What a delta says of itself: the weights before and after it, and the new layout.
+
+    ``old`` is empty where a tensor is carried in full: nothing is said of what it replaces.
+    """
 
     old: str
     weights: str
@@ -152,8 +155,10 @@ class Outcome(NamedTuple):
     ) -> Outcome:
         old: list[TensorRow] = []
         new: list[TensorRow] = []
-        for name, dtype, shape, old_digest, new_digest in tensors:
-            for found, digest in ((old, old_digest), (new, new_digest)):
+        is_known = True
+        for name, dtype, shape, before, after in tensors:
+            is_known &= before is not None
+            for found, digest in ((old, before), (new, after)):
                 if digest is not None:
                     found.append((name, dtype, shape, f"{digest:016x}"))
         layout: list[LayoutRow] = [
@@ -161,7 +166,12 @@ class Outcome(NamedTuple):
             for name, kind, size, digest in files
             if kind != "removed"
         ]
-        return cls(weights_digest(old), weights_digest(new), layout_digest(layout))
+        old_digest = weights_digest(old) if is_known else ""
+        return cls(old_digest, weights_digest(new), layout_digest(layout))
+
+    def starts_from(self, weights: str) -> bool:
+        """Whether it may have been made from these weights."""
+        return self.old in ("", weights)
 
 
 def check_outcome(outcome: Outcome, step: Step, base_weights: str | None) -> None:
@@ -170,7 +180,7 @@ def check_outcome(outcome: Outcome, step: Step, base_weights: str | None) -> Non
     Raises:
         ChecksumMismatch: It belongs to other weights.
     """
-    if base_weights is not None and outcome.old != base_weights:
+    if base_weights is not None and not outcome.starts_from(base_weights):
         fault = "starts from other weights than those before it"
     elif outcome.weights != step.weights:
         fault = "makes other weights than its manifest says"

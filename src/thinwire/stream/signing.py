@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
 from thinwire.errors import InvalidArgument, SignatureInvalid
 
 _PUBLIC = re.compile(r"[0-9a-f]{64}")
+_SIGNATURE = re.compile(r"[0-9a-f]{128}")
 
 
 class SigningKey:
@@ -105,8 +106,9 @@ def check_signature(
             signer=signer[:64],
         )
     try:
-        if not _PUBLIC.fullmatch(signer):
-            raise ValueError("not a key")  # noqa: TRY301 - all three faults are one
+        # One spelling only: another would be another manifest with the same signature.
+        if not _PUBLIC.fullmatch(signer) or not _SIGNATURE.fullmatch(signature):
+            raise ValueError("malformed")  # noqa: TRY301 - all faults are one
         public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer))
         public.verify(bytes.fromhex(signature), data)
     except (InvalidSignature, ValueError):
