@@ -23,6 +23,7 @@ from thinwire.cli.options import (
     worker_count,
 )
 from thinwire.cli.output import percent, print_json, printable
+from thinwire.cli.progress import byte_progress
 from thinwire.cli.signals import terminable
 from thinwire.errors import InvalidArgument, NotFound, ThinwireError
 
@@ -137,6 +138,7 @@ def publish(
         terminable(),
         observing(log_level) as (_, observer),
     ):
+        from thinwire.checkpoint import Checkpoint
         from thinwire.cli.key_files import read_signing_key
         from thinwire.cli.versions import version_json
         from thinwire.follow import open_stream
@@ -165,7 +167,16 @@ def publish(
         ) as publisher:
             start_s = time.perf_counter()
             if reference is None:
-                version = publisher.publish(checkpoint, step=step, metadata=facts)
+                total_bytes = sum(
+                    tensor.data.size
+                    for tensor in Checkpoint.open(
+                        checkpoint, ignore_subfolders=True
+                    ).tensors.values()
+                )
+                with byte_progress("publish", total_bytes) as on_bytes:
+                    version = publisher.publish(
+                        checkpoint, step=step, metadata=facts, on_bytes=on_bytes
+                    )
             else:
                 version = publisher.publish_reference(
                     reference, copy=checkpoint, step=step, metadata=facts

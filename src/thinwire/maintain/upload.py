@@ -91,19 +91,25 @@ def shard_keys(
     ]
 
 
-def put_files(store: Store, files: Sequence[tuple[str, Path]]) -> None:
-    """Upload files, a few at a time.
+def put_files(
+    store: Store,
+    files: Sequence[tuple[str, Path]],
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """Upload files, a few at a time; ``on_bytes`` is told the size of each that is there.
 
     Raises:
         StoreError: One could not be uploaded; others may have been.
     """
 
-    def put(file: tuple[str, Path]) -> None:
+    def put(file: tuple[str, Path]) -> int:
         key, path = file
         store.put_file(key, path)
+        return path.stat().st_size
 
-    for _ in map_in_order(put, files, max(1, min(_PARALLEL, len(files)))):
-        pass
+    for size_bytes in map_in_order(put, files, max(1, min(_PARALLEL, len(files)))):
+        if on_bytes:
+            on_bytes(size_bytes)
 
 
 def file_record(name: str, path: Path) -> FileRecord:

@@ -32,10 +32,11 @@ _MAX_UPLOADS = 3
 
 
 class Facts(NamedTuple):
-    """What a trainer says of a version."""
+    """What a trainer says of a version, and whom to tell of the progress."""
 
     step: int | None
     metadata: dict[str, Any]
+    on_bytes: Callable[[int], None] | None = None
 
 
 class VersionMaker:
@@ -92,7 +93,8 @@ class VersionMaker:
                 [
                     (keys.anchor_file(place.lineage, place.version, session, name), path)
                     for name, path in paths.items()
-                ]
+                ],
+                facts.on_bytes,
             )
             committed.append(self._committer.commit(manifest))
         return committed[0]
@@ -131,7 +133,7 @@ class VersionMaker:
         if layout_of(baseline) != mark.layout:
             raise self._changed(mark)
         pairs, attachments = source.pairs(baseline)
-        shards = self._encode(pairs, attachments)
+        shards = self._encode(pairs, attachments, facts.on_bytes)
         try:
             with shards.open() as delta:
                 source.check_unchanged()
@@ -161,7 +163,12 @@ class VersionMaker:
             hint="Close this publisher and open it again: it fetches the version",
         )
 
-    def _encode(self, pairs: Sequence[Pair], attachments: Sequence[Attachment]) -> Shards:
+    def _encode(
+        self,
+        pairs: Sequence[Pair],
+        attachments: Sequence[Attachment],
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> Shards:
         return write_shards(
             self._sink.scratch(),
             pairs,
@@ -169,6 +176,7 @@ class VersionMaker:
             spec=self._spec,
             workers=self._workers,
             shard_raw_bytes=self._shard_raw_bytes,
+            on_bytes=on_bytes,
         )
 
     def _manifest(
@@ -207,12 +215,17 @@ class VersionMaker:
                 self._store.delete(names)
             raise
 
-    def _upload(self, files: Sequence[tuple[str, Path]]) -> None:
+    def _upload(
+        self,
+        files: Sequence[tuple[str, Path]],
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
         """Upload files so that none can be taken for an orphan before they are committed."""
         grace_s = self._stream.record().policy.grace_s
         for _ in range(_MAX_UPLOADS):
             start_s = time.monotonic()
-            put_files(self._store, files)
+            put_files(self._store, files, on_bytes)
+            on_bytes = None
             if time.monotonic() - start_s <= max(1.0, grace_s / 2):
                 return
         raise Unavailable(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -144,6 +144,7 @@ class Publisher:
         *,
         step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> Version:
         """Publish the next version: once this returns it is durable and followers can see it.
 
@@ -152,6 +153,7 @@ class Publisher:
                 name: numpy, CPU torch tensors, DLPack. Nobody may write to it meanwhile.
             step: The trainer's step.
             metadata: JSON that travels along, such as rewards.
+            on_bytes: Called with the raw bytes of each piece of work done.
 
         Raises:
             CommitConflict: Another publisher committed this version. Open a publisher anew to go on
@@ -163,7 +165,7 @@ class Publisher:
                 finds out and goes on.
             ThinwireError: After any error the baseline is that of the last committed version.
         """
-        facts = _facts(step, metadata)
+        facts = _facts(step, metadata)._replace(on_bytes=on_bytes)
         opened = open_source(source)
         with self._background.paused():
             start_s = time.monotonic()
