@@ -32,7 +32,7 @@ from thinwire.follow.stream import Stream, open_stream
 from thinwire.follow.travel import Traveller
 from thinwire.follow.walking import Walker
 from thinwire.stream.events import Observer, Observers, Refused
-from thinwire.stream.polling import next_wait_s, smoothed_interval_s
+from thinwire.stream.polling import Cadence
 from thinwire.stream.records import Manifest
 from thinwire.stream.version import Version
 
@@ -307,28 +307,24 @@ class Follower:
         return self._traveller.go(mark, wanted, on_bytes, last)
 
     def _updates(self, poll_s: float, deadline_s: float) -> Iterator[Version]:
-        at: str | None = None
-        interval_s: float | None = None
-        found_s = time.monotonic()
+        at: Version | None = None
+        cadence = Cadence()
         look_count = 0
         while not self._is_stopped:
             look_count += 1
             if look_count % _LOOKS_PER_DOUBT == 0:
                 self._guard.doubt()
             found = self._look()
-            if found is not None and found.manifest != at:
-                now_s = time.monotonic()
-                if at is not None:
-                    interval_s = smoothed_interval_s(interval_s, now_s - found_s)
-                at, found_s = found.manifest, now_s
+            now_s = time.monotonic()
+            if found is not None and (at is None or found.manifest != at.manifest):
+                cadence.note(found.created_ms / 1000, now_s, found.version - (at or found).version)
+                at = found
                 yield found
                 continue
-            now_s = time.monotonic()
             if now_s >= deadline_s:
                 return
             jitter = random.random()
-            wait_s = next_wait_s(now_s - found_s, interval_s, poll_s, jitter)
-            self._sleep(min(wait_s, deadline_s - now_s))
+            self._sleep(min(cadence.wait_s(now_s, poll_s, jitter), deadline_s - now_s))
 
     def _sleep(self, wait_s: float) -> None:
         with suppress(Empty):
