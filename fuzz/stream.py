@@ -87,7 +87,13 @@ def _seeds() -> dict[str, bytes]:
             type="anchor", target=_LINK, weights=_DIGEST, layout=_DIGEST, files=[_FILE], **_PLACE
         ),
         "catalog": Catalog(
-            1, _ID, 1, [merge], [AnchorHint(1, 10)], [Retired("steps", 1, 4, 1_700_000_000_000)]
+            type="catalog",
+            lineage=_ID,
+            steps_from=1,
+            merges=[merge],
+            anchors=[AnchorHint(1, 10)],
+            retired=[Retired("steps", 1, 4, 1_700_000_000_000)],
+            **_SAME,
         ),
         "head": Head(1, _ID, 7),
         "lease": Lease(1, _ID, _ID, 7, 1800),
@@ -100,7 +106,7 @@ def _seeds() -> dict[str, bytes]:
 
 
 def _run(data: bytes) -> None:
-    for signed in (StreamRecord, Manifest, Merge, Anchor):
+    for signed in (StreamRecord, Manifest, Merge, Anchor, Catalog):
         try:
             record = parse(data, signed, "the input")
         except ThinwireError:
@@ -110,7 +116,7 @@ def _run(data: bytes) -> None:
             _use(record)
         except ThinwireError:
             continue
-    for hint in (Catalog, Head, Lease):
+    for hint in (Head, Lease):
         try:
             found = parse_hint(data, hint, "the input")
         except ThinwireError:

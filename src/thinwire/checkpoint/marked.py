@@ -20,7 +20,7 @@ from thinwire.checkpoint.installation import Installation
 from thinwire.checkpoint.lock import locked
 from thinwire.checkpoint.partial_plan import is_partial_result, plan_partial
 from thinwire.checkpoint.staging import Recovery, settle, staging_folder
-from thinwire.checkpoint.update import WHOLE, Scope, update_in_place
+from thinwire.checkpoint.update import WHOLE, Scope, staged_update, update_in_place
 from thinwire.codec.delta_set import OpenDelta
 from thinwire.errors import BaseUnusable, InvalidArgument
 
@@ -105,6 +105,32 @@ class MarkedFolder:
             update_in_place(
                 self.path, delta, scope=scope, mark=mark, workers=workers, on_bytes=on_bytes
             )
+
+    @contextmanager
+    def applying(
+        self,
+        delta: OpenDelta,
+        mark: bytes,
+        *,
+        workers: int = 1,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> Iterator[None]:
+        """As :meth:`apply`, in two steps: the block runs once everything is decoded and verified.
+
+        At its end bytes and mark switch; where it ends with an error, they stay. The lock is held
+        meanwhile: the other methods of this folder raise ``BaseUnusable``.
+
+        Raises:
+            ThinwireError: As :meth:`apply`; before the block, nothing was changed.
+        """
+        _check_mark(mark)
+        with (
+            self._settled(),
+            staged_update(
+                self.path, delta, scope=WHOLE, mark=mark, workers=workers, on_bytes=on_bytes
+            ),
+        ):
+            yield
 
     @contextmanager
     def installing(self, mark: bytes | Callable[[], bytes]) -> Iterator[Installation]:

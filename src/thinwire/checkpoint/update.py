@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +76,30 @@ def update_in_place(
                 settle(path)
     if is_done and mark is not None:
         switch_mark(path, mark)
+
+
+@contextmanager
+def staged_update(
+    path: Path,
+    delta: OpenDelta,
+    *,
+    scope: Scope,
+    mark: bytes,
+    workers: int,
+    on_bytes: Callable[[int], None] | None,
+) -> Iterator[None]:
+    """As :func:`update_in_place`, in two steps: the block runs once everything is verified.
+
+    Where the block ends with an error, the locked, settled checkpoint stays as it was.
+    """
+    base = Checkpoint.open(path, ignore_subfolders=True)
+    update = _plan_update(base, delta, scope.plan(base, delta), mark)
+    _check_writable(base, update)
+    with staging_folder(path) as staging:
+        _stage(base, delta, update, staging, workers, on_bytes)
+        yield
+        seal(path, staging)
+    settle(path)
 
 
 def switch_mark(path: Path, mark: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +29,8 @@ from thinwire.cli.verify import verify
 
 class _Commands(TyperGroup):
     """Prints usage errors as JSON, too, where that is asked for."""
+
+    _given: Sequence[str] = ()
 
     def main(self, args: Any = None, *rest: Any, **extra: Any) -> Any:
         self._given = list(sys.argv[1:] if args is None else args)

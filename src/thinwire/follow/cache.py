@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ DEFAULT_LIMIT_BYTES = 32 << 30
 # Looking through the folder at each put would cost more than the blocks.
 _PUTS_BETWEEN_LOOKS = 64
 _LOCKS = 64
+_PATIENCE_S = 30.0
+_LOOK_EVERY_S = 0.02
 
 
 class BlockCache:
@@ -69,7 +72,8 @@ class BlockCache:
     def fetching(self, digest: str) -> Iterator[None]:
         """Wait until no other process fetches the object that begins with this block.
 
-        The one that waited then finds the blocks here. A process that dies lets go.
+        The one that waited then finds the blocks here. A process that dies lets go; one that hangs
+        is waited for ``_PATIENCE_S``, and then the object is fetched twice.
         """
         try:
             number = int(digest[:8], 16) % _LOCKS
@@ -80,8 +84,7 @@ class BlockCache:
             yield
             return
         try:
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock_patiently(descriptor)
             yield
         finally:
             os.close(descriptor)
@@ -104,3 +107,16 @@ class BlockCache:
 
     def _path(self, digest: str) -> Path:
         return self._folder / digest[:2] / digest
+
+
+def _lock_patiently(descriptor: int) -> None:
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline_s:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOOK_EVERY_S)
+        except OSError:
+            return
+        else:
+            return

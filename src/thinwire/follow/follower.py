@@ -16,6 +16,7 @@ from thinwire.errors import (
     Deadline,
     FormatError,
     InvalidArgument,
+    LineageChanged,
     NotFound,
     StoreError,
     ThinwireError,
@@ -278,8 +279,14 @@ class Follower:
         mark = self._guard.mark()
         self._traveller.router.forget()
         last: ThinwireError | None = None
-        if mark is not None and not reset:
-            self._guard.check_known(mark)
+        if mark is not None:
+            try:
+                self._guard.check_known(mark)
+            except LineageChanged:
+                if not reset:
+                    raise
+                # What is held is no version of this stream: nothing to go on from.
+                mark = None
         if mark is not None and target == "latest" and not reset:
             following = self.stream.manifest(mark.lineage, mark.version + 1)
             if following is None:
@@ -320,11 +327,11 @@ class Follower:
                 cadence.note(found.created_ms / 1000, now_s, found.version - (at or found).version)
                 at = found
                 yield found
-                continue
-            if now_s >= deadline_s:
+            else:
+                left_s = max(0.0, deadline_s - now_s)
+                self._sleep(min(cadence.wait_s(now_s, poll_s, random.random()), left_s))
+            if time.monotonic() >= deadline_s:
                 return
-            jitter = random.random()
-            self._sleep(min(cadence.wait_s(now_s, poll_s, jitter), deadline_s - now_s))
 
     def _sleep(self, wait_s: float) -> None:
         with suppress(Empty):

@@ -17,7 +17,7 @@ from thinwire.follow.steps import (
 )
 from thinwire.follow.stream import Stream
 from thinwire.stream.encoding import link_of
-from thinwire.stream.records import FORMAT, Catalog, Link, Manifest, Source
+from thinwire.stream.records import Catalog, Link, Manifest, Source
 from thinwire.stream.routes import Hop, Options, plan_route
 
 _GUESSED_STEP_BYTES = 1 << 20
@@ -80,7 +80,7 @@ class Router:
         """The cheapest way from what is held to a version, each step linked to the one before.
 
         The catalog is a hint. What it names is looked at before it is used, and where it leads
-        nowhere, the way that needs no catalog is tried.
+        nowhere, a listing shows what there is.
 
         Raises:
             HistoryPruned: There is no way.
@@ -92,7 +92,7 @@ class Router:
             return self._plan(mark, wanted, catalog)
         except HistoryPruned as error:
             try:
-                return self._plan(mark, wanted, Catalog(FORMAT, wanted.lineage))
+                return self._plan(mark, wanted, self._stream.listed(wanted.lineage))
             except HistoryPruned:
                 raise error from None
 
@@ -114,6 +114,8 @@ class Router:
                 hop = unusable.hop
                 self._avoided.add((hop.kind, hop.base, hop.version))
                 continue
+            if not legs:
+                raise gap(wanted.version)
             begins = legs[0][0].target if have is None else have
             return Way(begins.version, self._expand(legs))
 
@@ -149,7 +151,7 @@ class Router:
                 raise _blame(hop if hop.kind == "merge" else before, leg[0])
             at = leg[1].target
             legs.append(leg)
-        if at != link_of(wanted):
+        if legs and at != link_of(wanted):
             raise _blame(route[-1], legs[-1][1])
         return legs
 

@@ -167,6 +167,10 @@ class CheckpointSink:
             partial=bool(mark.tensors),
         )
 
+    def applying(self, delta: DeltaSet, mark: Mark) -> AbstractContextManager[None]:
+        """As :meth:`apply`; the block runs once everything is verified and before it counts."""
+        return self._marked.applying(delta, msgspec.json.encode(mark), workers=self._workers)
+
     def installing(self, mark: Mark | Callable[[], Mark]) -> AbstractContextManager[Installing]:
         """Write new files beside; leaving the context swaps them in together with the mark.
 

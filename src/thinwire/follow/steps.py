@@ -110,6 +110,21 @@ def gap(version: int) -> VersionGap:
     )
 
 
+def check_record(step: Step, manifest: Manifest) -> None:
+    """Raise unless a merged delta or an anchor claims what its target's manifest says.
+
+    Raises:
+        ChecksumMismatch: It claims to make something else.
+    """
+    if (step.weights, step.layout) != (manifest.weights, manifest.layout):
+        raise ChecksumMismatch(
+            f"the {step.kind} to version {step.target.version} claims other weights or files than "
+            "the version's manifest",
+            hint="`thinwire fsck` shows what is wrong with the stream",
+            version=step.target.version,
+        )
+
+
 class Outcome(NamedTuple):
     """What a delta says of itself: the weights before and after it, and the new layout.
 

@@ -15,16 +15,20 @@ from thinwire.errors import (
     FormatError,
     InvalidArgument,
     NotFound,
+    SignatureInvalid,
+    StreamError,
     ThinwireError,
 )
 from thinwire.store import Store, open_store
 from thinwire.stream import keys
 from thinwire.stream.encoding import (
+    MAX_CATALOG_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_NUMBER,
     MAX_SMALL_BYTES,
     check_parsed,
     digest_of_record,
+    link_of,
     parse,
     parse_hint,
     policy_fault,
@@ -32,6 +36,7 @@ from thinwire.stream.encoding import (
 from thinwire.stream.records import (
     FORMAT,
     Anchor,
+    AnchorHint,
     Catalog,
     Head,
     Link,
@@ -185,22 +190,25 @@ class Stream:
         return found
 
     def catalog(self, lineage: str) -> Catalog:
-        """The hint of what there is besides step deltas; empty where there is none to be used.
+        """What there is besides step deltas; empty where there is nothing to be used.
 
-        Merged deltas that are not signed as they must be, or of another stream, are left out.
+        It may be out of date, or missing. On a signed stream it must be signed. Merged deltas that
+        are not what they must be are left out.
         """
         key = keys.catalog(lineage)
-        empty = Catalog(format=FORMAT, lineage=lineage)
+        empty = self.empty_catalog(lineage)
         try:
-            data = self.store.get(key, limit_bytes=MAX_MANIFEST_BYTES)
-            found = parse_hint(data, Catalog, self._name(key))
-        except (NotFound, FormatError):
+            data = self.store.get(key, limit_bytes=MAX_CATALOG_BYTES)
+            found = parse(data, Catalog, self._name(key), self.trusted_keys)
+        except (NotFound, FormatError, SignatureInvalid):
             return empty
-        if found.lineage != lineage:
+        if (found.lineage, found.stream) != (lineage, empty.stream):
             return empty
         merges = []
         for merge in found.merges:
             with suppress(ThinwireError):
+                if (merge.format, merge.type) != (FORMAT, Merge.TYPE):
+                    continue
                 check_parsed(merge, self._name(key), self.trusted_keys)
                 self._check_belongs(merge, lineage, key)
                 merges.append(merge)
@@ -210,6 +218,46 @@ class Stream:
             if 1 <= hint.version <= keys.MAX_VERSION and 0 <= hint.size < MAX_NUMBER
         ]
         return msgspec.structs.replace(found, merges=merges, anchors=anchors)
+
+    def empty_catalog(self, lineage: str) -> Catalog:
+        """A catalog that says nothing."""
+        return Catalog(
+            format=FORMAT,
+            type=Catalog.TYPE,
+            stream=self.record().stream,
+            created_ms=0,
+            lineage=lineage,
+        )
+
+    def listed(self, lineage: str) -> Catalog:
+        """What a catalog would say, from listings: for when there is none that is of use.
+
+        Asks for every manifest of a merged delta: many requests, in a case that is rare.
+        """
+        merges = []
+        for entry in self.store.list(keys.merges(lineage)):
+            name = entry.key.removeprefix(keys.merges(lineage)).removesuffix(".json")
+            if versions := keys.versions_of(name):
+                with suppress(FormatError, StreamError):
+                    if (found := self.merge(lineage, *versions)) is not None:
+                        merges.append(found)
+        anchors = []
+        for version in self.listed_anchors(lineage):
+            with suppress(FormatError, StreamError):
+                if (anchor := self.anchor(lineage, version)) is not None:
+                    anchors.append(AnchorHint(version, anchor.payload_bytes))
+        return msgspec.structs.replace(self.empty_catalog(lineage), merges=merges, anchors=anchors)
+
+    def listed_anchors(self, lineage: str) -> list[int]:
+        """The versions of the anchors made later on that a listing shows."""
+        folder = keys.anchors(lineage)
+        found = []
+        for entry in self.store.list(folder):
+            name = entry.key.removeprefix(folder)
+            version = keys.version_of(name.removesuffix(".json"))
+            if name.endswith(".json") and version is not None:
+                found.append(version)
+        return found
 
     def head_hint(self) -> Head | None:
         """About where the stream is, or None."""
@@ -233,13 +281,21 @@ class Stream:
         at = start or self._hinted() or self._listed(self.record().lineage)
         if at is None:
             return Tip(None, None)
+        seen: set[str] = set()
         while True:
             at = self._last_of_lineage(at)
             if at.kind != "end":
                 return Tip(at, None)
+            seen.add(at.lineage)
             following = self.manifest(at.successor, at.version)
             if following is None:
                 return Tip(self._before(at), at)
+            if following.base != link_of(at) or following.lineage in seen:
+                raise Corrupt(
+                    f"{self.url}: the lineage that begins with version {at.version} does not follow"
+                    " the one that ends there",
+                    hint="Someone changed the bucket; `thinwire fsck` shows what else",
+                )
             at = following
 
     def _hinted(self) -> Manifest | None:

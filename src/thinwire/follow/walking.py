@@ -17,7 +17,7 @@ from thinwire.follow.prefetch import ahead
 from thinwire.follow.reference import local_copy
 from thinwire.follow.selection import Selection
 from thinwire.follow.sink import Mark, Sink
-from thinwire.follow.steps import Step
+from thinwire.follow.steps import Step, check_record
 from thinwire.follow.stream import Stream
 from thinwire.stream.events import Applied, Fetched, Observers
 from thinwire.stream.records import Manifest, Source
@@ -155,6 +155,7 @@ class Walker:
         for step in way:
             try:
                 manifest = step.manifest or self._stream.require(step.lineage, step.target)
+                check_record(step, manifest)
                 delta = None
                 if step.kind == "anchor":
                     limit_bytes = 2 * step.payload_bytes + _DELTA_ROOM_BYTES
@@ -198,6 +199,9 @@ class Walker:
         )
 
     def _check_room(self, step: Step, limit_bytes: int | None) -> None:
+        if not self._selection.is_all:
+            # A part is fetched; which one shows only then.
+            return
         what = f"version {step.target.version} of {self._stream.url}"
         check_room(self._sink.scratch(), step.payload_bytes, limit_bytes, what)
 

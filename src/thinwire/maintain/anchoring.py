@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from thinwire.errors import AlreadyExists
 from thinwire.follow import Stream
+from thinwire.maintain.merging import keep_if_whole
 from thinwire.maintain.trails import Trail
 from thinwire.maintain.upload import file_record, put_files
 from thinwire.stream import keys
-from thinwire.stream.encoding import encode, sign
+from thinwire.stream.encoding import encode, seal
 from thinwire.stream.records import FORMAT, Anchor
 
 
@@ -46,16 +47,17 @@ def make_anchor(stream: Stream, trail: Trail, give_way: Callable[[], None]) -> A
         layout=mark.layout,
         files=records,
     )
-    anchor = sign(anchor, stream.signing_key)
+    anchor, data = seal(anchor, stream.signing_key)
     names = [keys.anchor_file(mark.lineage, mark.version, anchor.session, name) for name in paths]
     for key, path in zip(names, paths.values(), strict=True):
         give_way()
         put_files(stream.store, [(key, path)])
     try:
-        stream.store.put_if_absent(keys.anchor(mark.lineage, mark.version), encode(anchor))
+        stream.store.put_if_absent(keys.anchor(mark.lineage, mark.version), data)
     except AlreadyExists:
         found = stream.anchor(mark.lineage, mark.version)
-        if found is None or encode(found) != encode(anchor):
+        if found is None or encode(found) != data:
             stream.store.delete(names)
             return None
+    keep_if_whole(stream, keys.anchor(mark.lineage, mark.version), names)
     return anchor

@@ -166,6 +166,10 @@ class _Check:
             if end is None:
                 self._check_reached(seen)
                 return
+            if end.successor in seen:
+                circle = VersionGap(f"the lineage that ends at {end.version} leads back to itself")
+                self._problem(f"version {end.version}", circle)
+                return
             lineage, first = end.successor, end.version
 
     def objects(self, lineage: _Lineage) -> None:

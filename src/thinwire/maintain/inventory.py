@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from thinwire.errors import NotFound
 from thinwire.follow import Stream
 from thinwire.stream import keys
-from thinwire.stream.encoding import encode
+from thinwire.stream.encoding import seal
 from thinwire.stream.records import FORMAT, Anchor, AnchorHint, Catalog, Manifest, Merge, Retired
 from thinwire.stream.routes import Options
 
@@ -58,7 +62,7 @@ class Inventory:
         versions_listed = {hint.version for hint in catalog.anchors} - {first}
         is_first_listed = any(hint.version == first for hint in catalog.anchors)
         anchors = {}
-        for version in sorted(versions_listed | set(_listed_anchors(stream, lineage))):
+        for version in sorted(versions_listed | set(stream.listed_anchors(lineage))):
             anchor = stream.anchor(lineage, version)
             if anchor is not None:
                 anchors[version] = anchor
@@ -91,6 +95,9 @@ class Inventory:
         """What followers are told."""
         return Catalog(
             format=FORMAT,
+            type=Catalog.TYPE,
+            stream=self.begin.stream,
+            created_ms=time.time_ns() // 1_000_000,
             lineage=self.begin.lineage,
             steps_from=self.steps_from,
             merges=[self.merges[pair] for pair in sorted(self.merges)],
@@ -114,8 +121,10 @@ class Inventory:
         self._heed(now)
         self.retired = [entry for entry in self.retired if entry.at_ms > forget_before_ms]
         catalog = self.catalog()
-        if catalog != now:
-            stream.store.put(keys.catalog(catalog.lineage), encode(catalog))
+        same: dict[str, Any] = {"created_ms": 0, "signer": "", "signature": ""}
+        if msgspec.structs.replace(catalog, **same) != msgspec.structs.replace(now, **same):
+            _, data = seal(catalog, stream.signing_key)
+            stream.store.put(keys.catalog(catalog.lineage), data)
 
     def _heed(self, now: Catalog) -> None:
         ours = {(entry.kind, entry.base, entry.version) for entry in self.retired}
@@ -130,14 +139,3 @@ class Inventory:
                 self.has_first_anchor &= entry.version != self.begin.version
         self.steps_from = max(self.steps_from, now.steps_from)
         self.is_over |= now.is_over
-
-
-def _listed_anchors(stream: Stream, lineage: str) -> list[int]:
-    folder = keys.anchors(lineage)
-    found = []
-    for entry in stream.store.list(folder):
-        name = entry.key.removeprefix(folder)
-        version = keys.version_of(name.removesuffix(".json"))
-        if name.endswith(".json") and version is not None:
-            found.append(version)
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -148,6 +149,7 @@ class Maintainer:
         head = self.stream.tip().head
         if head is None:
             return Work()
+        self._remove_old_copies(head.lineage)
         policy = self.stream.record().policy
         inventory = Inventory.load(self.stream, head.lineage, head.first)
         merge_count = self._merge(inventory, head, policy.merge_levels)
@@ -179,8 +181,7 @@ class Maintainer:
     def _anchor(self, inventory: Inventory, head: Manifest) -> int:
         policy = self.stream.record().policy
         newest = max([*inventory.anchor_sizes(), inventory.begin.version])
-        step_bytes = head.payload_bytes if head.kind == "delta" else head.raw_bytes
-        options = inventory.options(step_bytes)
+        options = inventory.options(_step_bytes(head))
         self._give_way()
         if newest == head.version or self._is_stopped:
             return 0
@@ -206,8 +207,8 @@ class Maintainer:
         policy = self.stream.record().policy
         ages = ages_s(self.stream, head.lineage, inventory.steps_from, now_s)
         oldest = oldest_kept(policy, ages, self._leased(now_s), head.version)
-        dropped = prune(self.stream, inventory, oldest, now_s)
-        removed = collect(self.stream, inventory, policy, now_s)
+        dropped = prune(self.stream, inventory, oldest, _step_bytes(head), now_s)
+        removed = collect(self.stream, inventory, head.version, policy, now_s)
         lineage, begin = inventory.begin.previous, inventory.begin
         while lineage and begin.base is not None:
             end = self.stream.require(lineage, begin.base)
@@ -216,7 +217,7 @@ class Maintainer:
                 ended_s = end.created_ms / 1000
                 if oldest >= end.version and ended_s < now_s - policy.keep_age_s:
                     dropped += give_up(self.stream, past, end.version - 1, now_s)
-                more = collect(self.stream, past, policy, now_s)
+                more = collect(self.stream, past, end.version - 1, policy, now_s)
                 removed = Removed(*(a + b for a, b in zip(removed, more, strict=True)))
             found = self.stream.manifest(lineage, end.first)
             if found is None:
@@ -282,6 +283,17 @@ class Maintainer:
                 return entry.modified_s
         return None
 
+    def _remove_old_copies(self, lineage: str) -> None:
+        """Copies of the model at versions of lineages that ended serve nothing any more."""
+        if not self._folder.is_dir():
+            return
+        for path in self._folder.iterdir():
+            if keys.is_lineage(path.name) and path.name != lineage:
+                trails = self._trails.pop(path.name, None)
+                if trails is not None:
+                    trails.close()
+                shutil.rmtree(path, ignore_errors=True)
+
     def _trails_of(self, head: Manifest) -> Trails:
         if head.lineage not in self._trails:
             folder = self._folder / head.lineage
@@ -317,6 +329,11 @@ class Maintainer:
         self._observers.on_event(
             Refused(url=self.stream.url, lineage="", version=0, code=error.code, reason=str(error))
         )
+
+
+def _step_bytes(head: Manifest) -> int:
+    """About what a step delta has."""
+    return head.payload_bytes if head.kind == "delta" else max(1, head.raw_bytes)
 
 
 def _holder_of(folder: Path) -> str:

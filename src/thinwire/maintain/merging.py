@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from thinwire.checkpoint.diff import collect_attachments, pair_tensors
-from thinwire.errors import AlreadyExists
+from thinwire.errors import AlreadyExists, NotFound
 from thinwire.follow import Mark, Stream
 from thinwire.follow.steps import Outcome
 from thinwire.maintain.trails import Trail
 from thinwire.maintain.upload import put_files, shard_keys, write_shards
 from thinwire.stream import keys
-from thinwire.stream.encoding import encode, sign
+from thinwire.stream.encoding import encode, seal
 from thinwire.stream.records import FORMAT, Merge
 
 
@@ -89,25 +89,43 @@ def make_merge(
                 layout=end.layout,
                 shards=shards.records,
             )
-            is_ours = _commit(stream, sign(merge, stream.signing_key), shards.paths)
+            merge, data = seal(merge, stream.signing_key)
+            is_ours = _commit(stream, merge, data, shards.paths)
             old.sink.apply(delta, end)
     finally:
         shards.remove()
-    return sign(merge, stream.signing_key) if is_ours else None
+    return merge if is_ours else None
 
 
-def _commit(stream: Stream, merge: Merge, paths: list[Path]) -> bool:
+def _commit(stream: Stream, merge: Merge, data: bytes, paths: list[Path]) -> bool:
     base, version = merge.base.version, merge.target.version
     names = shard_keys(merge.lineage, base, version, merge.session, merge.shards)
     put_files(stream.store, list(zip(names, paths, strict=True)))
     try:
-        stream.store.put_if_absent(keys.merge(merge.lineage, base, version), encode(merge))
+        stream.store.put_if_absent(keys.merge(merge.lineage, base, version), data)
     except AlreadyExists:
         found = stream.merge(merge.lineage, base, version)
-        if found is None or encode(found) != encode(merge):
+        if found is None or encode(found) != data:
             stream.store.delete(names)
             return False
+    keep_if_whole(stream, keys.merge(merge.lineage, base, version), names)
     return True
+
+
+def keep_if_whole(stream: Stream, manifest: str, names: Sequence[str]) -> None:
+    """Take a manifest back if what it names was taken for orphans before it was committed.
+
+    That happens to a maintainer that was suspended for longer than the policy's ``grace_s``.
+
+    Raises:
+        NotFound: It was so.
+    """
+    try:
+        for name in names:
+            stream.store.get_range(name, 0, 0)
+    except NotFound:
+        stream.store.delete([manifest])
+        raise
 
 
 def _mark_of(trail: Trail) -> Mark:

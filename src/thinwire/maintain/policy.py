@@ -7,7 +7,7 @@ import msgspec
 from thinwire.errors import InvalidArgument
 from thinwire.follow import Stream
 from thinwire.stream import keys
-from thinwire.stream.encoding import encode, policy_fault, sign
+from thinwire.stream.encoding import policy_fault, seal
 from thinwire.stream.records import Policy, StreamRecord
 
 
@@ -25,7 +25,7 @@ def set_policy(stream: Stream, policy: Policy) -> StreamRecord:
     stream.forget()
     stream.check_key()
     bare = msgspec.structs.replace(stream.record(), policy=policy, signer="", signature="")
-    record = sign(bare, stream.signing_key)
-    stream.store.put(keys.STREAM, encode(record))
+    record, data = seal(bare, stream.signing_key)
+    stream.store.put(keys.STREAM, data)
     stream.forget()
     return record

@@ -23,7 +23,7 @@ class Removed(NamedTuple):
     payload_bytes: int
 
 
-def prune(stream: Stream, inventory: Inventory, oldest: int, now_s: float) -> int:
+def prune(stream: Stream, inventory: Inventory, oldest: int, step_bytes: int, now_s: float) -> int:
     """Drop the references to what is not needed to keep every version from ``oldest`` reachable.
 
     The objects stay until :func:`collect` finds that they were dropped long enough ago.
@@ -32,8 +32,7 @@ def prune(stream: Stream, inventory: Inventory, oldest: int, now_s: float) -> in
         How many merged deltas and anchors, and whether step deltas, were dropped.
     """
     try:
-        # What a way costs does not matter here, only where it leads along.
-        kept = decide_kept(oldest, inventory.begin.version, inventory.options(1))
+        kept = decide_kept(oldest, inventory.begin.version, inventory.options(step_bytes))
     except HistoryPruned:
         return 0
     return _drop(stream, inventory, list(_retire(inventory, kept, int(now_s * 1000))))
@@ -70,15 +69,20 @@ def _drop(stream: Stream, inventory: Inventory, retired: list[Retired]) -> int:
     return len(retired)
 
 
-def collect(stream: Stream, inventory: Inventory, policy: Policy, now_s: float) -> Removed:
+def collect(
+    stream: Stream, inventory: Inventory, head: int, policy: Policy, now_s: float
+) -> Removed:
     """Delete objects that no manifest names, or that were dropped, once they are old enough.
 
     Orphans are left by publishers that failed, lost a race or were killed. An object is removed
-    only after the manifest that could name it was looked for directly; a listing is not enough.
+    only after the manifest that could name it was looked for directly; a listing is not enough. And
+    only where the place of its version is taken: a publisher that was suspended before its commit
+    may go on at any time, and either its objects are there or its place is taken.
 
     Args:
         stream: The stream.
         inventory: The lineage's.
+        head: The newest version of the lineage that is known: later places may be free.
         policy: How old is old enough.
         now_s: The time by the store's clock.
     """
@@ -89,13 +93,15 @@ def collect(stream: Stream, inventory: Inventory, policy: Policy, now_s: float) 
     deltas = stream.store.list(keys.deltas(lineage))
     for name, entries in _folders(deltas, keys.deltas(lineage)):
         versions = keys.versions_of(name)
-        if versions is not None and all_old(entries, limit_s):
+        if versions is not None and versions[1] <= head and all_old(entries, limit_s):
             wanted = guard.shards(*versions, entries)
             doomed += [entry for entry in entries if entry.key not in wanted]
     anchors = stream.store.list(keys.anchors(lineage))
     for name, entries in _folders(anchors, keys.anchors(lineage)):
         version = keys.version_of(name.partition("-")[0])
-        if version is None or "-" not in name or not all_old(entries, limit_s):
+        if version is None or version > head or "-" not in name:
+            continue
+        if not all_old(entries, limit_s):
             continue
         if not guard.needs_anchor(version, name.partition("-")[2]):
             doomed += entries

@@ -98,14 +98,18 @@ class Background:
                 observer=self._observers,
             ) as maintainer:
                 maintainer.run_once()
-        except ThinwireError as error:
+        except _Closing:
+            raise
+        except Exception as error:
+            # Whatever it is, the publisher must not suffer, and the next round may do better.
+            code = error.code if isinstance(error, ThinwireError) else "bug"
             self._observers.on_event(
                 Refused(
                     url=self._stream.url,
                     lineage="",
                     version=0,
-                    code=error.code,
-                    reason=f"maintenance: {error}",
+                    code=code,
+                    reason=f"maintenance: {error or type(error).__name__}",
                 )
             )
 

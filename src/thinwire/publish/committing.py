@@ -9,7 +9,7 @@ from typing import NamedTuple
 from thinwire.errors import AlreadyExists, CommitConflict, Fenced
 from thinwire.follow import Stream
 from thinwire.stream import keys
-from thinwire.stream.encoding import encode, link_of, sign
+from thinwire.stream.encoding import encode, link_of, seal
 from thinwire.stream.records import FORMAT, Head, Link, Manifest
 
 
@@ -86,19 +86,18 @@ class Committer:
             return Place(self._stream.record().lineage, 1, 1, None, "")
         return Place(head.lineage, head.first, head.version + 1, link_of(head), "")
 
-    def commit(self, manifest: Manifest) -> Manifest:
-        """Make a version exist, and tell followers where to look.
+    def commit(self, manifest: Manifest, data: bytes) -> None:
+        """Make a version exist.
 
-        Returns:
-            The manifest, signed.
+        Args:
+            manifest: Its manifest, sealed.
+            data: The bytes of that.
 
         Raises:
             CommitConflict, Fenced: Someone else took its place.
             Landed: An earlier attempt of ours took it; it is the head now.
             StoreError: The store failed; the version may or may not exist.
         """
-        manifest = sign(manifest, self._stream.signing_key)
-        data = encode(manifest)
         try:
             key = keys.manifest(manifest.lineage, manifest.version)
             self._stream.store.put_if_absent(key, data)
@@ -107,7 +106,6 @@ class Committer:
             if found is None or encode(found) != data:
                 self._judge(found, manifest)
         self._move(manifest)
-        return manifest
 
     def announce(self) -> None:
         """Write the hint where the head is.
@@ -155,10 +153,10 @@ class Committer:
                 base=link_of(head),
                 successor=secrets.token_hex(16),
             )
-            end = sign(end, self._stream.signing_key)
+            end, data = seal(end, self._stream.signing_key)
             try:
                 key = keys.manifest(end.lineage, end.version)
-                self._stream.store.put_if_absent(key, encode(end))
+                self._stream.store.put_if_absent(key, data)
             except AlreadyExists:
                 found = self._stream.manifest(end.lineage, end.version)
                 if found is None:

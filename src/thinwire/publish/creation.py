@@ -10,7 +10,7 @@ from thinwire.errors import AlreadyExists, InvalidArgument, NotFound
 from thinwire.follow import Stream
 from thinwire.store import prove_put_if_absent
 from thinwire.stream import keys
-from thinwire.stream.encoding import MAX_SMALL_BYTES, encode, sign
+from thinwire.stream.encoding import MAX_SMALL_BYTES, seal
 from thinwire.stream.records import FORMAT, StreamRecord
 
 
@@ -35,8 +35,8 @@ def create_stream(stream: Stream) -> StreamRecord:
             model=stream.model,
             policy=stream.policy,
         )
+        _, data = seal(made, stream.signing_key)
         with suppress(AlreadyExists):
-            data = encode(sign(made, stream.signing_key))
             stream.store.put_if_absent(keys.STREAM, data)
         record = stream.record()
     stream.check_key()

@@ -14,8 +14,16 @@ from thinwire.checkpoint import Checkpoint, SafetensorsFile
 from thinwire.checkpoint.file_names import is_weights_name
 from thinwire.codec.chunk import Spec
 from thinwire.codec.container import Attachment
+from thinwire.codec.delta_set import DeltaSet
 from thinwire.codec.plan import Pair, word_count
-from thinwire.errors import BaseMismatch, CommitConflict, Fenced, ThinwireError, Unavailable
+from thinwire.errors import (
+    BaseMismatch,
+    ChecksumMismatch,
+    CommitConflict,
+    Fenced,
+    InvalidArgument,
+    ThinwireError,
+)
 from thinwire.follow import CheckpointSink, Mark, Stream
 from thinwire.follow.install import Content, layout_of
 from thinwire.follow.reference import content_digest
@@ -24,11 +32,10 @@ from thinwire.maintain.upload import Shards, file_record, put_files, shard_keys,
 from thinwire.publish.committing import Committer, Place
 from thinwire.publish.source import Source, carried_attachments
 from thinwire.stream import keys
+from thinwire.stream.encoding import seal
 from thinwire.stream.records import FORMAT, Manifest
 from thinwire.stream.records import Source as SourceRecord
 from thinwire.stream.version import Version
-
-_MAX_UPLOADS = 3
 
 
 class Facts(NamedTuple):
@@ -71,6 +78,23 @@ class VersionMaker:
         def mark() -> Mark:
             return Mark.of(Version.of(committed[0]), committed[0].stream, [])
 
+        try:
+            self._install_first(place, source, facts, mark, committed)
+        except ThinwireError as error:
+            if not committed:
+                raise
+            # The version exists: the baseline is brought up before the next one.
+            self._on_failure(committed[0], error)
+        return committed[0]
+
+    def _install_first(
+        self,
+        place: Place,
+        source: Source,
+        facts: Facts,
+        mark: Callable[[], Mark],
+        committed: list[Manifest],
+    ) -> None:
         with self._sink.installing(mark) as staged:
             paths: dict[str, Path] = {}
 
@@ -89,15 +113,17 @@ class VersionMaker:
                 files=[file_record(name, path) for name, path in paths.items()],
             )
             session = self._committer.session
-            self._upload(
+            put_files(
+                self._store,
                 [
                     (keys.anchor_file(place.lineage, place.version, session, name), path)
                     for name, path in paths.items()
                 ],
                 facts.on_bytes,
             )
-            committed.append(self._committer.commit(manifest))
-        return committed[0]
+            sealed, data = seal(manifest, self._stream.signing_key)
+            self._committer.commit(sealed, data)
+            committed.append(sealed)
 
     def make_reference(
         self, place: Place, copy: Checkpoint, source: SourceRecord, facts: Facts
@@ -120,7 +146,10 @@ class VersionMaker:
                 content=content_digest(copy.tensors),
             )
             copy.check_unchanged()
-            return self._commit(manifest, place.version, shards)
+            names = self._upload(manifest, place.version, shards)
+            sealed, data = seal(manifest, self._stream.signing_key)
+            self._commit(sealed, data, names)
+            return sealed
         finally:
             shards.remove()
 
@@ -147,14 +176,35 @@ class VersionMaker:
                     weights=outcome.weights,
                     layout=outcome.layout,
                 )
-                manifest = self._commit(manifest, place.version - 1, shards)
-                try:
-                    self._sink.apply(delta, Mark.of(Version.of(manifest), manifest.stream, []))
-                except ThinwireError as error:
-                    self._on_failure(manifest, error)
+                return self._apply_and_commit(manifest, delta, place.version - 1, shards)
         finally:
             shards.remove()
-        return manifest
+
+    def _apply_and_commit(
+        self, manifest: Manifest, delta: DeltaSet, base: int, shards: Shards
+    ) -> Manifest:
+        """Commit a delta that was decoded and verified here first.
+
+        A source that someone wrote to meanwhile shows now, and not when followers fail. Once the
+        version is committed, what happens to the baseline is told and not raised.
+        """
+        names = self._upload(manifest, base, shards)
+        sealed, data = seal(manifest, self._stream.signing_key)
+        committed = False
+        try:
+            with self._sink.applying(delta, Mark.of(Version.of(sealed), sealed.stream, [])):
+                self._commit(sealed, data, names)
+                committed = True
+        except ChecksumMismatch as error:
+            raise InvalidArgument(
+                f"the tensors changed while they were published: {error.message}",
+                hint="Publish between two optimizer steps, or a copy",
+            ) from error
+        except ThinwireError as error:
+            if not committed:
+                raise
+            self._on_failure(sealed, error)
+        return sealed
 
     def _changed(self, mark: Mark) -> BaseMismatch:
         return BaseMismatch(
@@ -203,36 +253,21 @@ class VersionMaker:
             metadata=facts.metadata,
         )
 
-    def _commit(self, manifest: Manifest, base: int, shards: Shards) -> Manifest:
-        lineage, session = manifest.lineage, manifest.session
-        names = shard_keys(lineage, base, manifest.version, session, shards.records)
-        self._upload(list(zip(names, shards.paths, strict=True)))
+    def _upload(self, manifest: Manifest, base: int, shards: Shards) -> list[str]:
+        names = shard_keys(
+            manifest.lineage, base, manifest.version, manifest.session, shards.records
+        )
+        put_files(self._store, list(zip(names, shards.paths, strict=True)))
+        return names
+
+    def _commit(self, manifest: Manifest, data: bytes, names: Sequence[str]) -> None:
         try:
-            return self._committer.commit(manifest)
+            self._committer.commit(manifest, data)
         except (CommitConflict, Fenced):
             # Named by our session: nobody else can mean them.
             with suppress(ThinwireError):
                 self._store.delete(names)
             raise
-
-    def _upload(
-        self,
-        files: Sequence[tuple[str, Path]],
-        on_bytes: Callable[[int], None] | None = None,
-    ) -> None:
-        """Upload files so that none can be taken for an orphan before they are committed."""
-        grace_s = self._stream.record().policy.grace_s
-        for _ in range(_MAX_UPLOADS):
-            start_s = time.monotonic()
-            put_files(self._store, files, on_bytes)
-            on_bytes = None
-            if time.monotonic() - start_s <= max(1.0, grace_s / 2):
-                return
-        raise Unavailable(
-            f"{self._stream.url}: uploading took longer than half of the policy's grace_s, "
-            f"{grace_s} s, {_MAX_UPLOADS} times",
-            hint="Use a faster link, or a stream with a longer grace_s",
-        )
 
 
 def _as_new(files: Mapping[str, Path]) -> list[Pair]:

@@ -42,8 +42,8 @@ class Publisher:
 
     The baseline, what the next delta is made from, is a checkpoint folder that is always exactly at
     the last committed version: a follower's folder will do. Opening brings it to the head of the
-    stream and proves its weights. It needs the disk space of one model, and while it is updated of
-    a redo log.
+    stream and proves what it holds. It needs the disk space of one model and of a redo log. The
+    background thread keeps one more copy of the model, and one for each merge level in use.
 
     Args:
         stream: The stream, or its URL. It is made, if there is none.

@@ -123,6 +123,7 @@ class FileStore:
         for key in keys:
             check_key(key)
             path = self._root / key
+            self._refuse_links(key)
             with self._errors("delete", key):
                 try:
                     path.unlink()
@@ -181,6 +182,8 @@ class FileStore:
         """A finished, synced file that has no key yet; gone afterwards under that name."""
         check_key(key)
         folder = self._root / _STAGING
+        self._refuse_links(f"{_STAGING}/x")
+        self._refuse_links(key)
         _make_folders(folder)
         self._sweep(folder)
         path = folder / secrets.token_hex(12)
@@ -193,6 +196,19 @@ class FileStore:
         finally:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+
+    def _refuse_links(self, key: str) -> None:
+        """Refuse to write or delete through a link, which may lead out of the store."""
+        folder = self._root
+        for segment in key.split("/")[:-1]:
+            folder = folder / segment
+            if folder.is_symlink():
+                raise StoreError(
+                    f"{folder} is a link: writing there could change files outside of {self.url}",
+                    hint="Replace it by a folder; the URL itself may lead through links",
+                    key=key,
+                    url=self.url,
+                )
 
     def _sweep(self, folder: Path) -> None:
         """Remove, once per store, what writers that were killed have left."""

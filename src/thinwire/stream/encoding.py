@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from thinwire.errors import Corrupt, InvalidArgument, LimitExceeded, Unsupported
+from thinwire.errors import Corrupt, FormatError, InvalidArgument, LimitExceeded, Unsupported
 from thinwire.stream.blocks import DIGEST, ObjectRecord, check_record, digest_of
 from thinwire.stream.keys import MAX_VERSION, is_lineage
 from thinwire.stream.records import (
@@ -27,7 +27,8 @@ from thinwire.stream.records import (
 from thinwire.stream.signing import SigningKey, check_signature
 
 # Before anything is fetched or parsed.
-MAX_MANIFEST_BYTES = 1 << 26
+MAX_MANIFEST_BYTES = 1 << 23
+MAX_CATALOG_BYTES = 1 << 26
 MAX_SMALL_BYTES = 1 << 16
 MAX_SHARDS = 1 << 12
 MAX_FILES = 1 << 14
@@ -38,7 +39,7 @@ MAX_NUMBER = 1 << 62
 # What a delta may need in blocks of all shards together is bounded by the manifest's own size.
 
 _S = TypeVar("_S", bound=Signed)
-_R = TypeVar("_R", Catalog, Head, Lease)
+_R = TypeVar("_R", Head, Lease)
 
 
 class _Probe(msgspec.Struct):
@@ -56,6 +57,28 @@ def sign(record: _S, key: SigningKey | None) -> _S:
         return record
     named = msgspec.structs.replace(record, signer=key.public, signature="")
     return msgspec.structs.replace(named, signature=key.sign(_signed_bytes(named)))
+
+
+def seal(record: _S, key: SigningKey | None) -> tuple[_S, bytes]:
+    """The record, signed where there is a key, and its bytes: what is going to be committed.
+
+    Raises:
+        InvalidArgument: No reader would take it; the message says why.
+    """
+    signed = sign(record, key)
+    data = encode(signed)
+    try:
+        limit = MAX_CATALOG_BYTES if isinstance(record, Catalog) else MAX_MANIFEST_BYTES
+        if len(data) > limit:
+            raise LimitExceeded(f"it takes {len(data)} bytes; the limit is {limit}")
+        parse(data, type(signed), "it")
+    except FormatError as error:
+        raise InvalidArgument(
+            f"this {record.type} cannot be published, because no reader would take it: "
+            f"{error.message}",
+            hint="See the limits in docs/stream.md",
+        ) from error
+    return signed, data
 
 
 def digest_of_record(record: Signed) -> str:
@@ -173,8 +196,9 @@ def _check_version(record: Manifest, what: str) -> None:
     if min(counts) < 0 or max(counts) >= MAX_NUMBER or abs(record.step or 0) >= MAX_NUMBER:
         raise Corrupt(f"{what}: a count or the step is out of range")
     if record.kind == "end":
-        if not is_lineage(record.successor) or record.shards or record.files:
-            raise Corrupt(f"{what}: it ends a lineage without a successor")
+        others = (record.shards, record.files, record.source, record.weights, record.layout)
+        if not is_lineage(record.successor) or any(others) or record.version == record.first:
+            raise Corrupt(f"{what}: it does not hold what the end of a lineage holds")
         return
     if (record.version == record.first) == (record.kind == "delta"):
         raise Corrupt(f"{what}: version {record.version} cannot be of kind {record.kind!r}")
@@ -190,6 +214,8 @@ def _check_version(record: Manifest, what: str) -> None:
     _check_digest(record.layout, what)
     if record.kind == "reference":
         _check_digest(record.content, what)
+    elif record.content:
+        raise Corrupt(f"{what}: it names the content of a copy")
     if record.source is not None:
         source = record.source
         if max(len(source.name), len(source.revision)) > MAX_TEXT or not source.name.isprintable():
@@ -236,11 +262,21 @@ def _check_anchor(record: Anchor, what: str) -> None:
     _check_parts(record.files, MAX_FILES, what)
 
 
+def _check_catalog(record: Catalog, what: str) -> None:
+    """What it lists is checked one by one, and left out where it is wrong."""
+    if not is_lineage(record.lineage) or not 0 <= record.steps_from <= MAX_VERSION:
+        raise Corrupt(f"{what}: lineage or steps_from is malformed")
+    for entry in record.retired:
+        if not 0 <= entry.base <= entry.version <= MAX_VERSION:
+            raise Corrupt(f"{what}: versions {entry.base} to {entry.version} were dropped")
+
+
 _CHECKS: dict[type[Signed], Callable[[Any, str], None]] = {
     StreamRecord: _check_stream,
     Manifest: _check_version,
     Merge: _check_merge,
     Anchor: _check_anchor,
+    Catalog: _check_catalog,
 }
 
 

@@ -17,8 +17,8 @@ FORMAT = 1
 VersionKind = Literal["anchor", "reference", "delta", "end"]
 
 
-class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a stream is looked after; chosen when it is created.
+class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a stream is looked after; chosen when it is created. Written with every field.
 
     Attributes:
         anchor_every: Versions between anchors; 0: when the deltas since the last one cost more to
@@ -86,8 +86,8 @@ class StreamRecord(Signed, frozen=True, kw_only=True):
     TYPE = "stream"
 
     lineage: str
+    policy: Policy
     model: str = ""
-    policy: Policy = Policy()
 
 
 class Manifest(Signed, frozen=True, kw_only=True):
@@ -192,8 +192,8 @@ class Retired(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_ms: int
 
 
-class Catalog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """``catalog.json``, a hint: what a joiner may use besides the step deltas.
+class Catalog(Signed, frozen=True, kw_only=True):
+    """``catalog.json``: what a joiner may use besides the step deltas. It may be out of date.
 
     Attributes:
         lineage: The lineage it is of.
@@ -204,7 +204,8 @@ class Catalog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         is_over: The lineage ended long ago and nothing of it is kept.
     """
 
-    format: int
+    TYPE = "catalog"
+
     lineage: str
     steps_from: int = 0
     merges: list[Merge] = []
