@@ -86,9 +86,10 @@ def manifests(draw: st.DrawFn, kind: str | None = None) -> Manifest:
     elif draw(st.booleans()):
         facts |= {"base": Link(version, draw(DIGESTS)), "previous": draw(IDS)}
     if kind == "end":
-        return Manifest(**facts, successor=draw(IDS))
+        successor = draw(IDS.filter(lambda other: other != facts["lineage"]))
+        return Manifest(**facts, successor=successor)
     facts |= {
-        "step": draw(st.none() | st.integers(-(2**63), 2**63 - 1)),
+        "step": draw(st.none() | st.integers(1 - 2**62, 2**62 - 1)),
         "weights": draw(DIGESTS),
         "layout": draw(DIGESTS),
         "raw_bytes": draw(COUNTS),

@@ -295,10 +295,20 @@ def test_merges_and_anchors(cls: type, fields: dict[str, Any], changes: dict[str
     ],
 )
 def test_policies_that_make_no_sense(policy: dict[str, Any]) -> None:
+    sound = msgspec.structs.asdict(Policy())
     fields = {"format": 1, "type": "stream", "stream": ID, "created_ms": 0, "lineage": ID}
-    parsed(fields, StreamRecord)
+    parsed(fields | {"policy": sound}, StreamRecord)
     with pytest.raises(FormatError):
-        parsed(fields | {"policy": policy}, StreamRecord)
+        parsed(fields | {"policy": sound | policy}, StreamRecord)
+
+
+@pytest.mark.parametrize("missing", [None, *msgspec.structs.asdict(Policy())])
+def test_a_policy_is_written_whole(missing: str | None) -> None:
+    policy = msgspec.structs.asdict(Policy())
+    policy.pop(missing, None)
+    fields = {"format": 1, "type": "stream", "stream": ID, "created_ms": 0, "lineage": ID}
+    with pytest.raises(FormatError):
+        parsed(fields | ({} if missing is None else {"policy": policy}), StreamRecord)
 
 
 def test_newer_formats_say_so() -> None:
@@ -309,13 +319,17 @@ def test_newer_formats_say_so() -> None:
 
 def test_default_values_are_left_out() -> None:
     """Part of the format, so defaults can never change."""
-    record = StreamRecord(format=1, type="stream", stream=ID, created_ms=7, lineage=ID)
-    assert encode(record) == (
-        b'{"created_ms":7,"format":1,"lineage":"%s","stream":"%s","type":"stream"}'
-        % (ID.encode(), ID.encode())
+    record = StreamRecord(
+        format=1, type="stream", stream=ID, created_ms=7, lineage=ID, policy=Policy()
     )
-    spelled = msgspec.structs.replace(record, policy=Policy(keep_versions=5))
-    assert b'"policy":{"keep_versions":5}' in encode(spelled)
+    policy = (
+        b'{"accept_new_lineages":false,"anchor_every":0,"grace_s":3600,"keep_age_s":86400,'
+        b'"keep_versions":1000,"merge_levels":[4,16,64,256,1024]}'
+    )
+    assert encode(record) == (
+        b'{"created_ms":7,"format":1,"lineage":"%s","policy":%s,"stream":"%s","type":"stream"}'
+        % (ID.encode(), policy, ID.encode())
+    )
 
 
 @given(manifests())

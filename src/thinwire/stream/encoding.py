@@ -197,7 +197,8 @@ def _check_version(record: Manifest, what: str) -> None:
         raise Corrupt(f"{what}: a count or the step is out of range")
     if record.kind == "end":
         others = (record.shards, record.files, record.source, record.weights, record.layout)
-        if not is_lineage(record.successor) or any(others) or record.version == record.first:
+        leads_on = is_lineage(record.successor) and record.successor != record.lineage
+        if not leads_on or any(others) or record.version == record.first:
             raise Corrupt(f"{what}: it does not hold what the end of a lineage holds")
         return
     if (record.version == record.first) == (record.kind == "delta"):
