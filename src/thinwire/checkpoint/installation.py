@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Lock
 
 from thinwire.checkpoint.disk import check_unshared, sync
-from thinwire.checkpoint.file_names import first_clash, name_fault
+from thinwire.checkpoint.file_names import first_clash, folded, name_fault
 from thinwire.checkpoint.folder import list_files, refuse_unfinished_files
 from thinwire.checkpoint.redo_log import FileSize, staged_path
 from thinwire.checkpoint.staging import keep_mode, seal
@@ -25,7 +25,9 @@ class Installation:
             InvalidArgument: The folder holds something that no checkpoint may, say a pipe.
             BaseUnusable: An in-place update of one of its files alone was interrupted.
         """
-        list_files(folder, ignore_subfolders=True)
+        # Looked at once more before the commit.
+        there = list_files(folder, ignore_subfolders=True)
+        self._folded = {folded(name): name for name in there}
         refuse_unfinished_files(folder)
         self._folder = folder
         self._staging = staging
@@ -47,7 +49,10 @@ class Installation:
                 raise InvalidArgument(
                     f"the file {name!r} was asked for before", hint="Write each file once"
                 )
-            self._check_name(name)
+            other = self._folded.setdefault(folded(name), name)
+            if other != name:
+                raise self._clash(other, name)
+            _check_target(self._folder / name)
             self._names.append(name)
             return staged_path(self._staging, len(self._names) - 1)
 
@@ -67,23 +72,25 @@ class Installation:
                     f"the file {name!r} was not written", hint="Write every file that was asked for"
                 )
             # Again: the folder may have changed since.
-            self._check_name(name)
+            _check_target(self._folder / name)
             replaced.append(FileSize(name, check_unshared(staged).st_size))
             keep_mode(self._folder / name, staged)
             sync(staged)
         there = list_files(self._folder, ignore_subfolders=True)
+        if clash := first_clash(dict.fromkeys([*there, *self._names])):
+            raise self._clash(*clash)
         removed = [name for name in there if name not in set(self._names)]
         stage_files(self._staging, replaced, removed, mark)
         seal(self._folder, self._staging)
 
-    def _check_name(self, name: str) -> None:
-        there = list_files(self._folder, ignore_subfolders=True)
-        if clash := first_clash(dict.fromkeys([*there, *self._names, name])):
-            raise InvalidArgument(
-                f"{self._folder}: the names {clash[0]!r} and {clash[1]!r} differ only in case",
-                hint="Remove one: some file systems hold only one of them",
-                path=str(self._folder),
-            )
-        path = self._folder / name
-        if os.path.lexists(path):
-            check_unshared(path)
+    def _clash(self, one: str, other: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"{self._folder}: the names {one!r} and {other!r} differ only in case",
+            hint="Remove one: some file systems hold only one of them",
+            path=str(self._folder),
+        )
+
+
+def _check_target(path: Path) -> None:
+    if os.path.lexists(path):
+        check_unshared(path)

@@ -17,7 +17,7 @@ DEFAULT_LIMIT_BYTES = 32 << 30
 # Looking through the folder at each put would cost more than the blocks.
 _PUTS_BETWEEN_LOOKS = 64
 _LOCKS = 64
-_PATIENCE_S = 30.0
+_PATIENCE_S = 10.0
 _LOOK_EVERY_S = 0.02
 
 

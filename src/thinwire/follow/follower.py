@@ -280,6 +280,8 @@ class Follower:
         self._traveller.router.forget()
         last: ThinwireError | None = None
         if mark is not None:
+            if reset:
+                self._guard.doubt()
             try:
                 self._guard.check_known(mark)
             except LineageChanged:

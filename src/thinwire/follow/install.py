@@ -15,6 +15,7 @@ from thinwire.checkpoint.plan import plan_result
 from thinwire.checkpoint.safetensors_file import (
     LENGTH_BYTES,
     Header,
+    check_header_bytes,
     parse_header,
 )
 from thinwire.codec.delta_set import DeltaSet
@@ -175,7 +176,8 @@ def _fetch_part(
     try:
         length = min(LENGTH_BYTES, wanted.record.size)
         first = int.from_bytes(have([(0, length)])[:length].tobytes(), "little")
-        # What a hostile length would reach beyond is cut, and the parser says so.
+        check_header_bytes(LENGTH_BYTES + first, wanted.what)
+        # What a length would reach beyond the end is cut, and the parser says so.
         stop = min(wanted.record.size, LENGTH_BYTES + first)
         header = parse_header(have([(0, stop)])[:stop].tobytes(), wanted.what)
         spans = [header.spans[name] for name in _chosen(header, selection)]

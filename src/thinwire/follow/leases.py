@@ -10,10 +10,9 @@ from thinwire.errors import StoreError, ThinwireError
 from thinwire.store import Store
 from thinwire.stream import keys
 from thinwire.stream.encoding import encode
-from thinwire.stream.records import FORMAT, Lease
+from thinwire.stream.records import FORMAT, LEASE_TTL_S, Lease
 
-TTL_S = 1800
-_EVERY_S = 600
+_EVERY_S = LEASE_TTL_S / 3
 
 
 class LeaseKeeper:
@@ -22,27 +21,35 @@ class LeaseKeeper:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._holder = secrets.token_hex(16)
-        self._written_s: float | None = None
+        self._written_s = 0.0
+        self._key: str | None = None
         self._may_write = True
 
     def renew(self, lineage: str, version: int) -> StoreError | None:
         """Write the lease, if it is time to; returns what prevented it."""
         now_s = time.monotonic()
-        is_fresh = self._written_s is not None and now_s - self._written_s < _EVERY_S
+        is_fresh = self._key is not None and now_s - self._written_s < _EVERY_S
         if is_fresh or not self._may_write:
             return None
-        lease = Lease(FORMAT, self._holder, lineage, version, TTL_S)
+        key = keys.lease(self._holder, version)
+        lease = Lease(FORMAT, self._holder, lineage, version, LEASE_TTL_S)
         try:
-            self._store.put(keys.lease(self._holder), encode(lease))
+            self._store.put(key, encode(lease))
         except StoreError as error:
             self._may_write = error.retryable
             return error
-        self._written_s = now_s
+        before, self._key, self._written_s = self._key, key, now_s
+        if before not in (None, key):
+            self._delete(before)
         return None
 
     def end(self) -> None:
         """Remove the lease, if there is one."""
-        if self._written_s is not None:
-            with suppress(ThinwireError):
-                self._store.delete([keys.lease(self._holder)])
-            self._written_s = None
+        if self._key is not None:
+            self._delete(self._key)
+            self._key = None
+
+    def _delete(self, key: str | None) -> None:
+        # What stays ends by itself.
+        with suppress(ThinwireError):
+            self._store.delete([key] if key else [])

@@ -109,7 +109,7 @@ class Router:
             options = self._options(catalog, begin, wanted)
             route = plan_route(None if have is None else have.version, wanted.version, options)
             try:
-                legs = self._resolve(route, catalog, begin, have, wanted)
+                legs = self._resolve(route, begin, have, wanted)
             except _Unusable as unusable:
                 hop = unusable.hop
                 self._avoided.add((hop.kind, hop.base, hop.version))
@@ -122,19 +122,17 @@ class Router:
     def _resolve(
         self,
         route: list[Hop],
-        catalog: Catalog,
         begin: Manifest | None,
         have: Link | None,
         wanted: Manifest,
     ) -> list[tuple[Step, Step]]:
         """The first and the last step of each hop, read, and linked to the hop before."""
-        merges = {(m.base.version, m.target.version): m for m in catalog.merges}
         url, lineage = self._stream.url, wanted.lineage
         legs: list[tuple[Step, Step]] = []
         at = have
         for hop, before in zip(route, [None, *route], strict=False):
             if hop.kind == "merge":
-                step = step_of_merge(merges[hop.base, hop.version], url)
+                step = self._merge_step(hop, lineage)
                 leg = (step, step)
             elif hop.kind == "anchor":
                 step = self._anchor_step(hop, begin, wanted)
@@ -179,7 +177,7 @@ class Router:
         anchors = {hint.version: hint.size for hint in catalog.anchors}
         if begin is not None:
             self._add_begin(anchors, begin, catalog.steps_from)
-        merges = {(m.base.version, m.target.version): m.payload_bytes for m in catalog.merges}
+        merges = {(merge.base, merge.version): merge.size for merge in catalog.merges}
         avoided = self._avoided
         return Options(
             anchors={
@@ -218,6 +216,15 @@ class Router:
                 version=version,
             )
         return found
+
+    def _merge_step(self, hop: Hop, lineage: str) -> Step:
+        try:
+            merge = self._stream.merge(lineage, hop.base, hop.version)
+        except (FormatError, StreamError):
+            raise _Unusable(hop) from None
+        if merge is None:
+            raise _Unusable(hop)
+        return step_of_merge(merge, self._stream.url)
 
     def _anchor_step(self, hop: Hop, begin: Manifest | None, wanted: Manifest) -> Step:
         url = self._stream.url

@@ -17,16 +17,12 @@ from thinwire.errors import (
     NotFound,
     SignatureInvalid,
     StreamError,
-    ThinwireError,
 )
 from thinwire.store import Store, open_store
 from thinwire.stream import keys
 from thinwire.stream.encoding import (
-    MAX_CATALOG_BYTES,
     MAX_MANIFEST_BYTES,
-    MAX_NUMBER,
     MAX_SMALL_BYTES,
-    check_parsed,
     digest_of_record,
     link_of,
     parse,
@@ -42,6 +38,7 @@ from thinwire.stream.records import (
     Link,
     Manifest,
     Merge,
+    MergeHint,
     Policy,
     StreamRecord,
 )
@@ -93,6 +90,12 @@ class Stream:
         if signing_key is not None and not trusted_keys:
             trusted_keys = [signing_key.public]
         self.trusted_keys = frozenset(map(check_public, trusted_keys))
+        if signing_key is not None and signing_key.public not in self.trusted_keys:
+            raise InvalidArgument(
+                f"the signing key's own public key {signing_key.public} is not pinned: what it "
+                "signs would be refused here too",
+                hint="Pin it beside the others (trusted_keys=, --trust)",
+            )
         self._record: StreamRecord | None = None
         self._lock = threading.Lock()
 
@@ -192,32 +195,18 @@ class Stream:
     def catalog(self, lineage: str) -> Catalog:
         """What there is besides step deltas; empty where there is nothing to be used.
 
-        It may be out of date, or missing. On a signed stream it must be signed. Merged deltas that
-        are not what they must be are left out.
+        It may be out of date, or missing. On a signed stream it must be signed.
         """
         key = keys.catalog(lineage)
         empty = self.empty_catalog(lineage)
         try:
-            data = self.store.get(key, limit_bytes=MAX_CATALOG_BYTES)
+            data = self.store.get(key, limit_bytes=MAX_MANIFEST_BYTES)
             found = parse(data, Catalog, self._name(key), self.trusted_keys)
         except (NotFound, FormatError, SignatureInvalid):
             return empty
         if (found.lineage, found.stream) != (lineage, empty.stream):
             return empty
-        merges = []
-        for merge in found.merges:
-            with suppress(ThinwireError):
-                if (merge.format, merge.type) != (FORMAT, Merge.TYPE):
-                    continue
-                check_parsed(merge, self._name(key), self.trusted_keys)
-                self._check_belongs(merge, lineage, key)
-                merges.append(merge)
-        anchors = [
-            hint
-            for hint in found.anchors
-            if 1 <= hint.version <= keys.MAX_VERSION and 0 <= hint.size < MAX_NUMBER
-        ]
-        return msgspec.structs.replace(found, merges=merges, anchors=anchors)
+        return found
 
     def empty_catalog(self, lineage: str) -> Catalog:
         """A catalog that says nothing."""
@@ -235,18 +224,23 @@ class Stream:
         Asks for every manifest of a merged delta: many requests, in a case that is rare.
         """
         merges = []
-        for entry in self.store.list(keys.merges(lineage)):
-            name = entry.key.removeprefix(keys.merges(lineage)).removesuffix(".json")
-            if versions := keys.versions_of(name):
-                with suppress(FormatError, StreamError):
-                    if (found := self.merge(lineage, *versions)) is not None:
-                        merges.append(found)
+        for base, version in self.listed_merges(lineage):
+            with suppress(FormatError, StreamError):
+                if (found := self.merge(lineage, base, version)) is not None:
+                    merges.append(MergeHint(base, version, found.payload_bytes))
         anchors = []
         for version in self.listed_anchors(lineage):
             with suppress(FormatError, StreamError):
                 if (anchor := self.anchor(lineage, version)) is not None:
                     anchors.append(AnchorHint(version, anchor.payload_bytes))
         return msgspec.structs.replace(self.empty_catalog(lineage), merges=merges, anchors=anchors)
+
+    def listed_merges(self, lineage: str) -> list[tuple[int, int]]:
+        """The merged deltas that a listing shows, as (base, version)."""
+        folder = keys.merges(lineage)
+        names = (entry.key.removeprefix(folder) for entry in self.store.list(folder))
+        found = (keys.versions_of(name.removesuffix(".json")) for name in names)
+        return [versions for versions in found if versions is not None]
 
     def listed_anchors(self, lineage: str) -> list[int]:
         """The versions of the anchors made later on that a listing shows."""

@@ -16,7 +16,7 @@ from thinwire.follow.reference import local_copy
 from thinwire.follow.steps import Step, step_of_anchor, step_of_merge, step_of_version
 from thinwire.maintain.inventory import Inventory
 from thinwire.stream.encoding import digest_of_record
-from thinwire.stream.records import Manifest
+from thinwire.stream.records import Manifest, Merge
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class _Lineage:
 
     versions: dict[int, Manifest]
     inventory: Inventory
+    has_ended: bool
 
     def at(self, version: int) -> Manifest:
         """The manifest of a version.
@@ -161,7 +162,8 @@ class _Check:
             self._check_hole(lineage, version, end)
             if versions:
                 with self._noting(f"lineage {lineage}"):
-                    yield _Lineage(versions, Inventory.load(self._stream, lineage, first))
+                    inventory = Inventory.load(self._stream, lineage, first)
+                    yield _Lineage(versions, inventory, end is not None)
             seen.add(lineage)
             if end is None:
                 self._check_reached(seen)
@@ -174,10 +176,25 @@ class _Check:
 
     def objects(self, lineage: _Lineage) -> None:
         """Read every object that the lineage promises."""
+        self._check_promise(lineage)
         for step in self._steps(lineage):
             for wanted in [*step.shards, *step.files.values()]:
                 with self._noting(wanted.what):
                     self._read(wanted)
+
+    def _check_promise(self, lineage: _Lineage) -> None:
+        """A catalog may have dropped only what the policy does not promise."""
+        if lineage.has_ended:
+            return
+        head = max(lineage.versions)
+        oldest = max(head - self._stream.record().policy.keep_versions + 1, min(lineage.versions))
+        steps_from = lineage.inventory.steps_from
+        if lineage.inventory.is_over or steps_from > oldest:
+            error = VersionGap(
+                f"the catalog dropped versions up to {steps_from}, of which {oldest}"
+                " and later ones are promised"
+            )
+            self._problem("catalog", error)
 
     def rebuild(self, lineage: _Lineage, base: Path | None) -> None:
         """Rebuild every version in every way."""
@@ -198,12 +215,15 @@ class _Check:
         levels = sorted({version - begin for begin, version in inventory.merges})
         for level in levels:
             with self._copy(f"merge-{level}", base) as follower:
-                for (begin, version), merge in sorted(inventory.merges.items()):
+                for begin, version in sorted(inventory.merges):
                     if version - begin == level:
                         with self._noting(f"merged delta {begin} to {version}"):
                             follower.bring_to(lineage.at(begin))
                             follower.take(
-                                step_of_merge(merge, self._stream.url), lineage.at(version)
+                                step_of_merge(
+                                    self._merge(lineage, (begin, version)), self._stream.url
+                                ),
+                                lineage.at(version),
                             )
         for version, anchor in inventory.anchors.items():
             with self._copy("anchor", base) as follower, self._noting(f"anchor {version}"):
@@ -226,8 +246,9 @@ class _Check:
         for manifest in lineage.steps:
             with self._noting(f"version {manifest.version}"):
                 yield step_of_version(manifest, url)
-        for pair, merge in lineage.inventory.merges.items():
+        for pair in lineage.inventory.merges:
             with self._noting(f"merged delta {pair[0]} to {pair[1]}"):
+                merge = self._merge(lineage, pair)
                 self._check_ends(lineage, merge.base.version, merge.base.manifest, None)
                 self._check_ends(
                     lineage, merge.target.version, merge.target.manifest, merge.weights
@@ -237,6 +258,12 @@ class _Check:
             with self._noting(f"anchor {version}"):
                 self._check_ends(lineage, version, anchor.target.manifest, anchor.weights)
                 yield step_of_anchor(anchor, url)
+
+    def _merge(self, lineage: _Lineage, pair: tuple[int, int]) -> Merge:
+        found = self._stream.merge(lineage.inventory.begin.lineage, *pair)
+        if found is None:
+            raise VersionGap("its manifest is missing")
+        return found
 
     def _check_ends(
         self, lineage: _Lineage, version: int, digest: str, weights: str | None

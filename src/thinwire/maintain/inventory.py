@@ -12,7 +12,15 @@ from thinwire.errors import NotFound
 from thinwire.follow import Stream
 from thinwire.stream import keys
 from thinwire.stream.encoding import seal
-from thinwire.stream.records import FORMAT, Anchor, AnchorHint, Catalog, Manifest, Merge, Retired
+from thinwire.stream.records import (
+    FORMAT,
+    Anchor,
+    AnchorHint,
+    Catalog,
+    Manifest,
+    MergeHint,
+    Retired,
+)
 from thinwire.stream.routes import Options
 
 
@@ -22,7 +30,7 @@ class Inventory:
 
     Attributes:
         begin: The lineage's first version.
-        merges: The merged deltas by (base, version).
+        merges: Bytes of each merged delta by (base, version).
         anchors: The anchors made later on, by version.
         has_first_anchor: Whether the first version's own files are still to be used.
         steps_from: Step deltas of later versions are there.
@@ -31,7 +39,7 @@ class Inventory:
     """
 
     begin: Manifest
-    merges: dict[tuple[int, int], Merge]
+    merges: dict[tuple[int, int], int]
     anchors: dict[int, Anchor]
     has_first_anchor: bool
     steps_from: int
@@ -51,14 +59,16 @@ class Inventory:
         if begin is None or begin.kind == "end":
             raise NotFound(f"lineage {lineage} of {stream.url} has no first version")
         catalog = stream.catalog(lineage)
-        merges = {(m.base.version, m.target.version): m for m in catalog.merges}
-        for entry in stream.store.list(keys.merges(lineage)):
-            name = entry.key.removeprefix(keys.merges(lineage)).removesuffix(".json")
-            versions = keys.versions_of(name)
-            if versions is not None and versions not in merges:
-                found = stream.merge(lineage, *versions)
-                if found is not None:
-                    merges[versions] = found
+        sizes = {(merge.base, merge.version): merge.size for merge in catalog.merges}
+        merges = {}
+        # Only what is there: the catalog may still, or again, name what was removed.
+        for pair in stream.listed_merges(lineage):
+            if pair not in sizes:
+                found = stream.merge(lineage, *pair)
+                if found is None:
+                    continue
+                sizes[pair] = found.payload_bytes
+            merges[pair] = sizes[pair]
         versions_listed = {hint.version for hint in catalog.anchors} - {first}
         is_first_listed = any(hint.version == first for hint in catalog.anchors)
         anchors = {}
@@ -81,8 +91,7 @@ class Inventory:
         anchors = self.anchor_sizes()
         if not anchors and self.begin.kind == "reference":
             anchors = {self.begin.version: self.begin.payload_bytes}
-        merges = {pair: merge.payload_bytes for pair, merge in self.merges.items()}
-        return Options(anchors, merges, self.steps_from, step_bytes)
+        return Options(anchors, dict(self.merges), self.steps_from, step_bytes)
 
     def anchor_sizes(self) -> dict[int, int]:
         """Bytes of each anchor by version."""
@@ -100,7 +109,7 @@ class Inventory:
             created_ms=time.time_ns() // 1_000_000,
             lineage=self.begin.lineage,
             steps_from=self.steps_from,
-            merges=[self.merges[pair] for pair in sorted(self.merges)],
+            merges=[MergeHint(*pair, size) for pair, size in sorted(self.merges.items())],
             anchors=[AnchorHint(v, size) for v, size in sorted(self.anchor_sizes().items())],
             retired=self.retired,
             is_over=self.is_over,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from thinwire.errors import FormatError, NotFound, StreamError, ThinwireError
+from thinwire.errors import Corrupt, FormatError, NotFound, StreamError, ThinwireError
 from thinwire.follow import Stream, open_stream
 from thinwire.maintain.anchoring import make_anchor
 from thinwire.maintain.inventory import Inventory
@@ -23,12 +24,12 @@ from thinwire.stream import keys
 from thinwire.stream.blocks import digest_of
 from thinwire.stream.encoding import MAX_SMALL_BYTES, encode, parse_hint
 from thinwire.stream.events import Maintained, Observer, Observers, Refused
-from thinwire.stream.records import FORMAT, Lease, Manifest
+from thinwire.stream.records import FORMAT, LEASE_TTL_S, Lease, Manifest
 from thinwire.stream.retention import anchor_place, is_anchor_due, oldest_kept
 
 _LEASE_TTL_S = 900
-# A follower's lease lives this long at most, whatever it says.
-_MAX_LEASE_S = 86_400
+# So old leases are removed.
+_DEAD_S = 86_400
 _BACKGROUND = "background"
 
 
@@ -83,11 +84,12 @@ class Maintainer:
         self._observers = Observers(observer)
         self._folder = Path(work_dir)
         self._base = base
-        self._give_way = give_way
+        self._callers_give_way = give_way
         self._holder = _BACKGROUND if is_background else _holder_of(self._folder)
         self._trails: dict[str, Trails] = {}
         self._is_stopped = False
         self._failed_count = 0
+        self._leased_at_s = 0.0
         self._wakes: SimpleQueue[None] = SimpleQueue()  # may be put to from a signal handler
 
     def __enter__(self) -> Self:
@@ -149,14 +151,34 @@ class Maintainer:
         head = self.stream.tip().head
         if head is None:
             return Work()
-        self._remove_old_copies(head.lineage)
         policy = self.stream.record().policy
         inventory = Inventory.load(self.stream, head.lineage, head.first)
+        # Older versions are gone in any case, whatever age they had.
+        after = min(inventory.steps_from, max(head.first, head.version - policy.keep_versions)) - 1
+        ages = ages_s(self.stream, head.lineage, after, now_s)
+        oldest = oldest_kept(policy, ages, self._leased(now_s), head.version)
         merge_count = self._merge(inventory, head, policy.merge_levels)
         anchor_count = self._anchor(inventory, head)
         inventory.publish(self.stream)
-        dropped, removed = self._tidy(inventory, head, now_s)
+        dropped, removed = 0, Removed(0, 0)
+        promised = oldest_kept(policy, ages, (), head.version)
+        if inventory.is_over or inventory.steps_from > max(head.first, promised):
+            self._note_failure(
+                Corrupt(
+                    f"{self.stream.url}: the catalog has dropped versions that the policy promises;"
+                    " nothing is removed until it is right",
+                    hint="Someone else wrote it, or the policy was widened lately",
+                )
+            )
+        else:
+            dropped, removed = self._tidy(inventory, head, oldest, now_s)
         return Work(merge_count, anchor_count, dropped, removed, self._failed_count)
+
+    def _give_way(self) -> None:
+        """Between pieces of work: keep the lease, and let the caller have its way."""
+        if time.monotonic() - self._leased_at_s > _LEASE_TTL_S / 3:
+            self._write_lease()
+        self._callers_give_way()
 
     def _merge(self, inventory: Inventory, head: Manifest, levels: Sequence[int]) -> int:
         made = 0
@@ -173,7 +195,7 @@ class Maintainer:
                 merge = make_merge(self.stream, old, new, self._give_way)
                 if merge is not None:
                     made += 1
-                    inventory.merges[base, version] = merge
+                    inventory.merges[base, version] = merge.payload_bytes
                     inventory.publish(self.stream)
                     self._tell("merge", version, 1, merge.payload_bytes)
         return made
@@ -202,22 +224,23 @@ class Maintainer:
                 return 1
         return 0
 
-    def _tidy(self, inventory: Inventory, head: Manifest, now_s: float) -> tuple[int, Removed]:
+    def _tidy(
+        self, inventory: Inventory, head: Manifest, oldest: int, now_s: float
+    ) -> tuple[int, Removed]:
         """Prune and collect, in this lineage and in those that ended."""
         policy = self.stream.record().policy
-        ages = ages_s(self.stream, head.lineage, inventory.steps_from, now_s)
-        oldest = oldest_kept(policy, ages, self._leased(now_s), head.version)
         dropped = prune(self.stream, inventory, oldest, _step_bytes(head), now_s)
         removed = collect(self.stream, inventory, head.version, policy, now_s)
         lineage, begin = inventory.begin.previous, inventory.begin
         while lineage and begin.base is not None:
             end = self.stream.require(lineage, begin.base)
+            self._remove_copies(lineage)
             with suppress(NotFound):
                 past = Inventory.load(self.stream, lineage, end.first)
                 ended_s = end.created_ms / 1000
                 if oldest >= end.version and ended_s < now_s - policy.keep_age_s:
                     dropped += give_up(self.stream, past, end.version - 1, now_s)
-                more = collect(self.stream, past, end.version - 1, policy, now_s)
+                more = collect(self.stream, past, end.version, policy, now_s)
                 removed = Removed(*(a + b for a, b in zip(removed, more, strict=True)))
             found = self.stream.manifest(lineage, end.first)
             if found is None:
@@ -234,31 +257,33 @@ class Maintainer:
         found = []
         dead = []
         for entry in self.stream.store.list(keys.LEASES):
+            age_s = now_s - entry.modified_s
+            version = keys.leased_version(entry.key)
             if entry.key == keys.maintainer():
                 continue
-            if now_s - entry.modified_s > _MAX_LEASE_S:
+            if age_s > _DEAD_S:
                 dead.append(entry.key)
-                continue
-            with suppress(NotFound, FormatError):
-                data = self.stream.store.get(entry.key, limit_bytes=MAX_SMALL_BYTES)
-                lease = parse_hint(data, Lease, entry.key)
-                if now_s - entry.modified_s < lease.ttl_s and lease.version > 0:
-                    found.append(lease.version)
+            elif version is not None and age_s < LEASE_TTL_S:
+                found.append(version)
         self.stream.store.delete(dead)
         return found
 
     def _take_lease(self) -> float | None:
         """Be the one in charge: the time by the store's clock; None: another one is."""
         key = keys.maintainer()
-        mine = Lease(FORMAT, self._holder, "0" * 32, 1, _LEASE_TTL_S)
         held = self._lease()
         is_free = held is None or held.holder in (self._holder, _BACKGROUND)
         if not is_free:
             now_s, modified_s = self._store_time(), self._modified_s(key)
             if modified_s is not None and now_s - modified_s < _LEASE_TTL_S:
                 return None
-        self.stream.store.put(key, encode(mine))
+        self._write_lease()
         return self._modified_s(key) or self._store_time()
+
+    def _write_lease(self) -> None:
+        mine = Lease(FORMAT, self._holder, "0" * 32, 1, _LEASE_TTL_S)
+        self.stream.store.put(keys.maintainer(), encode(mine))
+        self._leased_at_s = time.monotonic()
 
     def _lease(self) -> Lease | None:
         try:
@@ -283,16 +308,12 @@ class Maintainer:
                 return entry.modified_s
         return None
 
-    def _remove_old_copies(self, lineage: str) -> None:
-        """Copies of the model at versions of lineages that ended serve nothing any more."""
-        if not self._folder.is_dir():
-            return
-        for path in self._folder.iterdir():
-            if keys.is_lineage(path.name) and path.name != lineage:
-                trails = self._trails.pop(path.name, None)
-                if trails is not None:
-                    trails.close()
-                shutil.rmtree(path, ignore_errors=True)
+    def _remove_copies(self, lineage: str) -> None:
+        """Copies of the model at versions of a lineage that ended serve nothing any more."""
+        trails = self._trails.pop(lineage, None)
+        if trails is not None:
+            trails.close()
+        shutil.rmtree(self._folder / lineage, ignore_errors=True)
 
     def _trails_of(self, head: Manifest) -> Trails:
         if head.lineage not in self._trails:

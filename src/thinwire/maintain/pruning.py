@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
-from thinwire.errors import HistoryPruned
+from thinwire.errors import HistoryPruned, NotFound, Truncated, VersionGap
 from thinwire.follow import Stream
+from thinwire.follow.steps import Step, step_of_anchor, step_of_merge, step_of_version
 from thinwire.maintain.inventory import Inventory
 from thinwire.maintain.upload import shard_keys
 from thinwire.store import Entry
@@ -31,11 +32,49 @@ def prune(stream: Stream, inventory: Inventory, oldest: int, step_bytes: int, no
     Returns:
         How many merged deltas and anchors, and whether step deltas, were dropped.
     """
+    while True:
+        try:
+            kept = decide_kept(oldest, inventory.begin.version, inventory.options(step_bytes))
+        except HistoryPruned:
+            return 0
+        retired = list(_retire(inventory, kept, int(now_s * 1000)))
+        if not retired or _is_whole(stream, inventory, kept):
+            return _drop(stream, inventory, retired)
+
+
+def _is_whole(stream: Stream, inventory: Inventory, kept: Kept) -> bool:
+    """Whether what is kept before the oldest version is there; takes out what is not.
+
+    Before anything is dropped because of it: a catalog, or a listing, says so easily.
+    """
+    was = (len(inventory.merges), len(inventory.anchors), inventory.has_first_anchor)
+    for base, version in [pair for pair in kept.merges if pair[0] < kept.oldest]:
+        merge = stream.merge(inventory.begin.lineage, base, version)
+        if merge is None or not _are_there(stream, step_of_merge(merge, stream.url)):
+            del inventory.merges[base, version]
+    for version in kept.anchors:
+        anchor = inventory.anchors.get(version)
+        step = step_of_version(inventory.begin, stream.url)
+        if anchor is not None:
+            step = step_of_anchor(anchor, stream.url)
+        if _are_there(stream, step):
+            continue
+        if anchor is not None:
+            del inventory.anchors[version]
+        elif inventory.begin.kind == "reference":
+            raise VersionGap(f"{stream.url}: the shards of the version by reference are missing")
+        else:
+            inventory.has_first_anchor = False
+    return was == (len(inventory.merges), len(inventory.anchors), inventory.has_first_anchor)
+
+
+def _are_there(stream: Stream, step: Step) -> bool:
     try:
-        kept = decide_kept(oldest, inventory.begin.version, inventory.options(step_bytes))
-    except HistoryPruned:
-        return 0
-    return _drop(stream, inventory, list(_retire(inventory, kept, int(now_s * 1000))))
+        for wanted in (*step.shards, *step.files.values()):
+            stream.store.get_range(wanted.key, 0, wanted.record.size and 1)
+    except (NotFound, Truncated):
+        return False
+    return True
 
 
 def give_up(stream: Stream, inventory: Inventory, last: int, now_s: float) -> int:
@@ -136,7 +175,13 @@ class _Guard:
         names = {entry.key for entry in entries}
         if self._in_use("steps" if version - base == 1 else "merge", base, version):
             return names
+        parts = [name.rpartition("/")[2].split("-") for name in names]
+        numbers = {part[1] for part in parts if len(part) == 3}
+        # One attempt only, and it was committed: looking into every manifest is not needed.
+        is_plain = len({part[0] for part in parts}) == 1 and len(numbers) == len(names)
         if version - base > 1:
+            if is_plain and (base, version) in self._inventory.merges and not self._is_over:
+                return names
             return self._merge_shards(base, version)
         if base == version:
             begin = self._inventory.begin
@@ -144,11 +189,7 @@ class _Guard:
             return _keys_of(begin) if is_begin and not self._is_over else set()
         if self._is_over or version <= self._inventory.steps_from:
             return set()
-        parts = [name.rpartition("/")[2].split("-") for name in names]
-        sessions = {part[0] for part in parts}
-        numbers = {part[1] for part in parts if len(part) == 3}
-        if version in self._listed and len(sessions) == 1 and len(numbers) == len(names):
-            # Committed, and nobody tried twice: looking into a thousand manifests is not needed.
+        if version in self._listed and is_plain:
             return names
         manifest = self._stream.manifest(self._lineage, version)
         return set() if manifest is None or manifest.kind == "end" else _keys_of(manifest)
@@ -168,10 +209,9 @@ class _Guard:
         return anchor is not None and session == anchor.session[:16]
 
     def _merge_shards(self, base: int, version: int) -> set[str]:
-        merge = self._inventory.merges.get((base, version))
-        if merge is None and not self._is_over:
-            merge = self._stream.merge(self._lineage, base, version)
-        if merge is None or self._is_over:
+        # The manifest itself, not what the catalog says of it.
+        merge = None if self._is_over else self._stream.merge(self._lineage, base, version)
+        if merge is None:
             return set()
         return set(shard_keys(self._lineage, base, version, merge.session, merge.shards))
 

@@ -112,6 +112,8 @@ class VersionMaker:
                 layout=content.layout,
                 files=[file_record(name, path) for name, path in paths.items()],
             )
+            # Before the upload: what no reader would take shows now.
+            sealed, data = seal(manifest, self._stream.signing_key)
             session = self._committer.session
             put_files(
                 self._store,
@@ -121,7 +123,6 @@ class VersionMaker:
                 ],
                 facts.on_bytes,
             )
-            sealed, data = seal(manifest, self._stream.signing_key)
             self._committer.commit(sealed, data)
             committed.append(sealed)
 
@@ -146,8 +147,8 @@ class VersionMaker:
                 content=content_digest(copy.tensors),
             )
             copy.check_unchanged()
-            names = self._upload(manifest, place.version, shards)
             sealed, data = seal(manifest, self._stream.signing_key)
+            names = self._upload(manifest, place.version, shards)
             self._commit(sealed, data, names)
             return sealed
         finally:
@@ -188,8 +189,8 @@ class VersionMaker:
         A source that someone wrote to meanwhile shows now, and not when followers fail. Once the
         version is committed, what happens to the baseline is told and not raised.
         """
-        names = self._upload(manifest, base, shards)
         sealed, data = seal(manifest, self._stream.signing_key)
+        names = self._upload(manifest, base, shards)
         committed = False
         try:
             with self._sink.applying(delta, Mark.of(Version.of(sealed), sealed.stream, [])):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +29,7 @@ from thinwire.publish.committing import Committer, Landed, Place
 from thinwire.publish.creation import create_stream
 from thinwire.publish.making import Facts, VersionMaker
 from thinwire.publish.source import TENSORS, Source, open_source
-from thinwire.stream.encoding import MAX_NUMBER, check_metadata
+from thinwire.stream.encoding import MAX_NUMBER, plain_metadata
 from thinwire.stream.events import Observer, Observers, Published, Refusals, Refused
 from thinwire.stream.records import Manifest
 from thinwire.stream.version import Version
@@ -228,7 +229,9 @@ class Publisher:
                     return self._maker.make_first(place, source, facts)
                 return self._maker.make_delta(place, self._baseline(place), source, facts)
             except Landed as landed:
-                if landed.manifest.step == facts.step and self._is_same(source, landed.manifest):
+                found = landed.manifest
+                is_ours = (found.step, found.metadata) == (facts.step, facts.metadata)
+                if is_ours and self._is_same(source, found):
                     return landed.manifest
         raise Unavailable(
             f"{self.stream.url}: earlier attempts kept turning out to have succeeded",
@@ -304,8 +307,9 @@ class Publisher:
 
 
 def _facts(step: int | None, metadata: Mapping[str, Any] | None) -> Facts:
-    facts = dict(metadata or {})
-    check_metadata(facts)
-    if step is not None and (type(step) is not int or abs(step) >= MAX_NUMBER):
+    facts = plain_metadata(metadata or {})
+    if step is None:
+        return Facts(None, facts)
+    if not isinstance(step, Integral) or isinstance(step, bool) or abs(step) >= MAX_NUMBER:
         raise InvalidArgument(f"step is {step!r}, not a whole number")
-    return Facts(step, facts)
+    return Facts(int(step), facts)

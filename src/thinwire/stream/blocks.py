@@ -18,7 +18,7 @@ MIN_BLOCK_BYTES = 1 << 18
 MAX_BLOCK_BYTES = 1 << 26
 MAX_BLOCKS = 1 << 20
 # More blocks than this, and they grow instead: 64 characters each stand in the manifest.
-_WANTED_BLOCKS = 1 << 10
+_WANTED_BLOCKS = 1 << 8
 Buffer = bytes | bytearray | memoryview
 DIGEST = re.compile(r"[0-9a-f]{64}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -27,8 +27,7 @@ from thinwire.stream.records import (
 from thinwire.stream.signing import SigningKey, check_signature
 
 # Before anything is fetched or parsed.
-MAX_MANIFEST_BYTES = 1 << 23
-MAX_CATALOG_BYTES = 1 << 26
+MAX_MANIFEST_BYTES = 1 << 25
 MAX_SMALL_BYTES = 1 << 16
 MAX_SHARDS = 1 << 12
 MAX_FILES = 1 << 14
@@ -43,7 +42,10 @@ _R = TypeVar("_R", Head, Lease)
 
 
 class _Probe(msgspec.Struct):
-    format: Any = None
+    """What may hold anything, unread: an object of megabytes could take gigabytes once it is."""
+
+    format: msgspec.Raw = msgspec.Raw()
+    metadata: msgspec.Raw = msgspec.Raw()
 
 
 def encode(record: msgspec.Struct) -> bytes:
@@ -68,9 +70,8 @@ def seal(record: _S, key: SigningKey | None) -> tuple[_S, bytes]:
     signed = sign(record, key)
     data = encode(signed)
     try:
-        limit = MAX_CATALOG_BYTES if isinstance(record, Catalog) else MAX_MANIFEST_BYTES
-        if len(data) > limit:
-            raise LimitExceeded(f"it takes {len(data)} bytes; the limit is {limit}")
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise LimitExceeded(f"it takes {len(data)} bytes; the limit is {MAX_MANIFEST_BYTES}")
         parse(data, type(signed), "it")
     except FormatError as error:
         raise InvalidArgument(
@@ -128,20 +129,34 @@ def parse_hint(data: bytes, cls: type[_R], what: str) -> _R:
     return record
 
 
-def check_metadata(metadata: dict[str, Any]) -> None:
-    """Raise InvalidArgument unless it is JSON of bearable size."""
+def plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata as JSON gives it back; scalars of numpy and torch are taken for what they hold.
+
+    Raises:
+        InvalidArgument: It is not JSON, or too large.
+    """
     try:
-        size = len(msgspec.json.encode(metadata, order="sorted"))
-        plain = msgspec.json.decode(msgspec.json.encode(metadata)) == metadata
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        data = msgspec.json.encode(dict(metadata), order="sorted", enc_hook=_scalar)
+        plain: dict[str, Any] = msgspec.json.decode(data)
+        is_same = plain == dict(metadata)
+    except (TypeError, ValueError, OverflowError, RecursionError, NotImplementedError) as error:
         raise InvalidArgument(f"metadata is not JSON: {error}") from None
-    if not plain:
+    size = len(data)
+    if not is_same:
         raise InvalidArgument("metadata does not survive JSON", hint="Use text, numbers and lists")
     if size > MAX_METADATA_BYTES:
         raise InvalidArgument(
             f"metadata takes {size} bytes; the limit is {MAX_METADATA_BYTES}",
             hint="Put large things into the checkpoint or elsewhere",
         )
+    return plain
+
+
+def _scalar(value: Any) -> Any:
+    """The Python number in a scalar of another library."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} is not text, a number, a list or a table")
 
 
 def _signed_bytes(record: Signed) -> bytes:
@@ -151,12 +166,15 @@ def _signed_bytes(record: Signed) -> bytes:
 
 def _decode(data: bytes, cls: type[Any], what: str) -> Any:
     try:
-        found = msgspec.json.decode(data, type=_Probe).format
-        if type(found) is int and found > FORMAT:
+        probe = msgspec.json.decode(data, type=_Probe)
+        found = bytes(probe.format)
+        if found.isdigit() and len(found) < 10 and int(found) > FORMAT:
             raise Unsupported(
-                f"{what} is of stream format {found}; this release reads {FORMAT}",
+                f"{what} is of stream format {int(found)}; this release reads {FORMAT}",
                 hint="Upgrade thinwire",
             )
+        if len(bytes(probe.metadata)) > MAX_METADATA_BYTES:
+            raise LimitExceeded(f"{what}: too much metadata")
         record = msgspec.json.decode(data, type=cls)
         same = encode(record) == data
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
@@ -223,8 +241,6 @@ def _check_version(record: Manifest, what: str) -> None:
             raise Corrupt(f"{what}: its source is malformed")
     _check_parts(record.shards, MAX_SHARDS, what)
     _check_parts(record.files, MAX_FILES, what)
-    if len(msgspec.json.encode(record.metadata)) > MAX_METADATA_BYTES:
-        raise LimitExceeded(f"{what}: too much metadata")
 
 
 def _check_base(record: Manifest, what: str) -> None:
@@ -264,9 +280,16 @@ def _check_anchor(record: Anchor, what: str) -> None:
 
 
 def _check_catalog(record: Catalog, what: str) -> None:
-    """What it lists is checked one by one, and left out where it is wrong."""
+    """Whether what it lists is there shows only when it is used."""
     if not is_lineage(record.lineage) or not 0 <= record.steps_from <= MAX_VERSION:
         raise Corrupt(f"{what}: lineage or steps_from is malformed")
+    listed = [(merge.version, merge.size) for merge in record.merges]
+    for version, size in [*listed, *((hint.version, hint.size) for hint in record.anchors)]:
+        if not 0 <= size < MAX_NUMBER or not 1 <= version <= MAX_VERSION:
+            raise Corrupt(f"{what}: it lists version {version} of {size} bytes")
+    for merge in record.merges:
+        if not 1 <= merge.base < merge.version:
+            raise Corrupt(f"{what}: it lists a delta from {merge.base} to {merge.version}")
     for entry in record.retired:
         if not 0 <= entry.base <= entry.version <= MAX_VERSION:
             raise Corrupt(f"{what}: versions {entry.base} to {entry.version} were dropped")

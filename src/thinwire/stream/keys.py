@@ -88,9 +88,14 @@ def anchor_file(lineage: str, version: int, session: str, name: str) -> str:
     return f"{anchors(lineage)}{version_name(version)}-{session[:16]}/{name}"
 
 
-def lease(follower: str) -> str:
-    """What a follower says that it still needs."""
-    return f"{LEASES}{follower}.json"
+def lease(follower: str, version: int) -> str:
+    """What a follower says that it still needs: the key says it all."""
+    return f"{LEASES}{version_name(version)}-{follower}.json"
+
+
+def leased_version(key: str) -> int | None:
+    """The version that the key of a follower's lease names, or None."""
+    return version_of(key.removeprefix(LEASES).partition("-")[0])
 
 
 def maintainer() -> str:

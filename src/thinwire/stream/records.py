@@ -13,6 +13,8 @@ import msgspec
 from thinwire.stream.blocks import ObjectRecord
 
 FORMAT = 1
+# A follower's lease counts for so long after it was written.
+LEASE_TTL_S = 1800
 
 VersionKind = Literal["anchor", "reference", "delta", "end"]
 
@@ -173,6 +175,14 @@ class Anchor(Signed, frozen=True, kw_only=True):
         return sum(part.size for part in self.files)
 
 
+class MergeHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A merged delta in the catalog."""
+
+    base: int
+    version: int
+    size: int
+
+
 class AnchorHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An anchor in the catalog."""
 
@@ -198,7 +208,7 @@ class Catalog(Signed, frozen=True, kw_only=True):
     Attributes:
         lineage: The lineage it is of.
         steps_from: Every later version has its step delta; those up to it may be gone.
-        merges: The merged deltas, each with its own signature.
+        merges: The merged deltas.
         anchors: The anchors.
         retired: What is no longer to be used.
         is_over: The lineage ended long ago and nothing of it is kept.
@@ -208,7 +218,7 @@ class Catalog(Signed, frozen=True, kw_only=True):
 
     lineage: str
     steps_from: int = 0
-    merges: list[Merge] = []
+    merges: list[MergeHint] = []
     anchors: list[AnchorHint] = []
     retired: list[Retired] = []
     is_over: bool = False
