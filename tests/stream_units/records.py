@@ -19,6 +19,7 @@ from thinwire.stream.records import (
     Link,
     Manifest,
     Merge,
+    MergeHint,
     Policy,
     Retired,
     Source,
@@ -147,21 +148,30 @@ ANCHORS = st.builds(
     layout=DIGESTS,
     files=FILES,
 )
-SIGNED = st.one_of(manifests(), merges(), STREAM_RECORDS, ANCHORS)
+MERGE_HINTS = VERSIONS.flatmap(
+    lambda base: st.builds(MergeHint, st.just(base), st.integers(base + 1, MAX_VERSION), COUNTS)
+)
+RETIRED = VERSIONS.flatmap(
+    lambda base: st.builds(
+        Retired,
+        st.sampled_from(["merge", "anchor", "steps"]),
+        st.just(base),
+        st.integers(base, MAX_VERSION),
+        COUNTS,
+    )
+)
 CATALOGS = st.builds(
     Catalog,
-    format=st.just(FORMAT),
+    **signed("catalog"),
     lineage=IDS,
     steps_from=st.integers(0, MAX_VERSION),
-    merges=st.lists(merges(), max_size=2),
+    merges=st.lists(MERGE_HINTS, max_size=2),
     anchors=st.lists(st.builds(AnchorHint, VERSIONS, COUNTS), max_size=2),
-    retired=st.lists(
-        st.builds(Retired, st.sampled_from(["merge", "anchor", "steps"]), COUNTS, VERSIONS, COUNTS),
-        max_size=2,
-    ),
+    retired=st.lists(RETIRED, max_size=2),
+    is_over=st.booleans(),
 )
+SIGNED = st.one_of(manifests(), merges(), STREAM_RECORDS, ANCHORS, CATALOGS)
 HINTS = st.one_of(
-    CATALOGS,
     st.builds(Head, st.just(FORMAT), IDS, VERSIONS),
     st.builds(Lease, st.just(FORMAT), IDS, IDS, VERSIONS, st.integers(0, 10**6)),
 )

@@ -64,8 +64,8 @@ def test_block_size_keeps_the_list_short(size: int) -> None:
     assert block & (block - 1) == 0
     count = max(1, -(-size // block))
     assert count <= MAX_BLOCKS
-    assert count <= 1024 or block == MAX_BLOCK_BYTES
-    assert block == MIN_BLOCK_BYTES or size > 512 * block
+    assert count <= 256 or block == MAX_BLOCK_BYTES
+    assert block == MIN_BLOCK_BYTES or size > 128 * block
 
 
 @given(

@@ -22,12 +22,12 @@ from thinwire.errors import (
 from thinwire.stream.encoding import (
     MAX_METADATA_BYTES,
     MAX_SHARDS,
-    check_metadata,
     digest_of_record,
     encode,
     link_of,
     parse,
     parse_hint,
+    plain_metadata,
     sign,
 )
 from thinwire.stream.records import (
@@ -355,7 +355,7 @@ def test_a_signature_does_not_carry_over_to_another_kind_of_record() -> None:
 
 @given(METADATA)
 def test_metadata_that_is_json(metadata: dict[str, Any]) -> None:
-    check_metadata(metadata)
+    plain_metadata(metadata)
 
 
 @pytest.mark.parametrize(
@@ -375,14 +375,14 @@ def test_metadata_that_is_json(metadata: dict[str, Any]) -> None:
 )
 def test_metadata_that_is_not(value: Any) -> None:
     with pytest.raises(InvalidArgument):
-        check_metadata({"a": value})
+        plain_metadata({"a": value})
 
 
 def test_metadata_without_end() -> None:
     loop: dict[str, Any] = {}
     loop["loop"] = loop
     with pytest.raises(InvalidArgument):
-        check_metadata(loop)
+        plain_metadata(loop)
 
 
 def test_errors_are_of_the_stated_kinds() -> None:

@@ -17,7 +17,7 @@ from thinwire.maintain.merging import due_merges
 from thinwire.stream import keys
 from thinwire.stream.encoding import encode
 from thinwire.stream.events import Maintained, Refused
-from thinwire.stream.records import FORMAT, Lease, Policy
+from thinwire.stream.records import FORMAT, LEASE_TTL_S, Lease, Policy
 from thinwire.stream.signing import SigningKey
 
 from .making import (
@@ -303,17 +303,17 @@ def test_a_lease_keeps_a_version(tmp_path: Path) -> None:
     store = DictStore()
     versions = history(9, tiny())
     stream = open_stream(store, policy=Policy(**SHORT, merge_levels=[], anchor_every=2))
-    lease = Lease(FORMAT, "ab" * 16, "0" * 32, 3, 1000)
+    lease = Lease(FORMAT, "ab" * 16, "0" * 32, 3, LEASE_TTL_S)
     with publisher(stream, tmp_path / "baseline") as trainer:
         for arrays in versions:
             trainer.publish(arrays)
             maintained(store, tmp_path / "work")
             store.now_s += GRACE_S + 1
-            store.put(keys.lease("ab" * 16), encode(lease))
-            store.put(keys.lease("cd" * 16), b"nonsense")
+            store.put(keys.lease("ab" * 16, 3), encode(lease))
+            store.put(f"{keys.LEASES}nonsense.json", b"nonsense")
     for target in range(3, 10):
         assert joined(store, tmp_path / str(target), target) == bits(versions[target - 1])
-    store.now_s += 1001
+    store.now_s += LEASE_TTL_S + 1
     for _ in range(2):
         maintained(store, tmp_path / "work")
         store.now_s += GRACE_S + 1
@@ -322,7 +322,7 @@ def test_a_lease_keeps_a_version(tmp_path: Path) -> None:
     assert joined(store, tmp_path / "kept", 9) == bits(versions[8])
     store.now_s += 2 * DAY_S
     maintained(store, tmp_path / "work")
-    assert store.find("leases/ab") == store.find("leases/cd") == [], "of the dead"
+    assert store.find("leases/0") == store.find("leases/nonsense") == [], "of the dead"
     sound(store)
 
 

@@ -80,7 +80,7 @@ def test_every_key_is_one_that_stores_take(base: int, version: int, number: int)
         keys.merge(LINEAGE, base, version),
         keys.anchor(LINEAGE, version),
         keys.anchor_file(LINEAGE, version, LINEAGE, "model.safetensors"),
-        keys.lease(LINEAGE),
+        keys.lease(LINEAGE, version),
         keys.maintainer(),
         keys.STREAM,
         keys.HEAD,

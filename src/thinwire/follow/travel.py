@@ -115,7 +115,8 @@ class Traveller:
             try:
                 way = self.router.way(mark, wanted)
             except (HistoryPruned, NotFound) as error:
-                if last is None:
+                # That something is missing says less than that it was pruned.
+                if last is None or isinstance(last, NotFound):
                     raise
                 raise last from error
             self._on_way(wanted.lineage, way.begins)

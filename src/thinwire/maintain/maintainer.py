@@ -6,14 +6,21 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from thinwire.errors import Corrupt, FormatError, NotFound, StreamError, ThinwireError
+from thinwire.errors import (
+    Corrupt,
+    FormatError,
+    HistoryPruned,
+    NotFound,
+    StreamError,
+    ThinwireError,
+)
 from thinwire.follow import Stream, open_stream
 from thinwire.maintain.anchoring import make_anchor
 from thinwire.maintain.inventory import Inventory
@@ -25,7 +32,7 @@ from thinwire.stream.blocks import digest_of
 from thinwire.stream.encoding import MAX_SMALL_BYTES, encode, parse_hint
 from thinwire.stream.events import Maintained, Observer, Observers, Refused
 from thinwire.stream.records import FORMAT, LEASE_TTL_S, Lease, Manifest
-from thinwire.stream.retention import anchor_place, is_anchor_due, oldest_kept
+from thinwire.stream.retention import anchor_place, decide_kept, is_anchor_due, oldest_kept
 
 _LEASE_TTL_S = 900
 # So old leases are removed.
@@ -157,7 +164,7 @@ class Maintainer:
         after = min(inventory.steps_from, max(head.first, head.version - policy.keep_versions)) - 1
         ages = ages_s(self.stream, head.lineage, after, now_s)
         oldest = oldest_kept(policy, ages, self._leased(now_s), head.version)
-        merge_count = self._merge(inventory, head, policy.merge_levels)
+        merge_count = self._merge(inventory, head, oldest)
         anchor_count = self._anchor(inventory, head)
         inventory.publish(self.stream)
         dropped, removed = 0, Removed(0, 0)
@@ -180,11 +187,16 @@ class Maintainer:
             self._write_lease()
         self._callers_give_way()
 
-    def _merge(self, inventory: Inventory, head: Manifest, levels: Sequence[int]) -> int:
+    def _merge(self, inventory: Inventory, head: Manifest, oldest: int) -> int:
         made = 0
+        levels = self.stream.record().policy.merge_levels
         first, steps_from = inventory.begin.version, inventory.steps_from
         known = {*inventory.merges, *inventory.retired_merges()}
         due = due_merges(first, head.version, steps_from, levels, known)
+        with suppress(HistoryPruned):
+            # What would be dropped again at once is not made.
+            kept = decide_kept(oldest, first, inventory.options(_step_bytes(head)))
+            due = [pair for pair in due if kept.keeps_merge(*pair)]
         for base, version in due:
             if self._is_stopped:
                 break

@@ -22,12 +22,18 @@ class Kept(NamedTuple):
         anchors: The anchors that stay.
         merges: The merged deltas that stay.
         steps_from: Step deltas of later versions stay.
+        passed: The versions at which the way to the oldest one changes from one object to the next.
     """
 
     oldest: int
     anchors: frozenset[int]
     merges: frozenset[tuple[int, int]]
     steps_from: int
+    passed: frozenset[int] = frozenset()
+
+    def keeps_merge(self, base: int, version: int) -> bool:
+        """Whether a merged delta is worth having: nobody is promised what lies before."""
+        return base >= self.oldest or (version > self.oldest and base in self.passed)
 
 
 def oldest_kept(
@@ -55,7 +61,7 @@ def decide_kept(oldest: int, first: int, options: Options) -> Kept:
     oldest = max(oldest, first)
     way = plan_route(None, oldest, options)
     anchors = {version for version in options.anchors if version >= oldest}
-    merges = {merge for merge in options.merges if merge[0] >= oldest}
+    merges = set()
     steps_from = oldest
     passed = {oldest}
     for hop in way:
@@ -66,9 +72,10 @@ def decide_kept(oldest: int, first: int, options: Options) -> Kept:
             merges.add((hop.base, hop.version))
         else:
             steps_from = min(steps_from, hop.base)
+    kept = Kept(oldest, frozenset(anchors), frozenset(merges), steps_from, frozenset(passed))
     # A follower that still is at a version on the way finds wider merges useful too.
-    merges |= {m for m in options.merges if m[1] > oldest and m[0] in passed}
-    return Kept(oldest, frozenset(anchors), frozenset(merges), steps_from)
+    merges |= {merge for merge in options.merges if kept.keeps_merge(*merge)}
+    return kept._replace(merges=frozenset(merges))
 
 
 def is_anchor_due(
