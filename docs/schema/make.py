@@ -17,6 +17,7 @@ from thinwire.stream.records import (
     Lease,
     Manifest,
     Merge,
+    Policy,
     StreamRecord,
 )
 
@@ -31,7 +32,9 @@ RECORDS: dict[str, type[msgspec.Struct]] = {
     "lease": Lease,
     "mark": Mark,
 }
-_TYPES = {cls.__name__: cls.TYPE for cls in (StreamRecord, Manifest, Merge, Anchor)}
+_TYPES = {cls.__name__: cls.TYPE for cls in (StreamRecord, Manifest, Merge, Anchor, Catalog)}
+# Written with every field, so that it has one spelling too.
+_WHOLE = {Policy.__name__}
 
 
 def schema_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
@@ -43,6 +46,10 @@ def schema_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
             fields["format"] = {"const": FORMAT}
         if name in _TYPES:
             fields["type"] = {"const": _TYPES[name]}
+        if name in _WHOLE:
+            definition["required"] = list(fields)
+            for field in fields.values():
+                field.pop("default")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -107,6 +107,8 @@ def test_records_of_a_real_stream_validate(root: Path) -> None:
     assert {name for name, _ in found} == make.RECORDS.keys()
     versions = [json.loads(p.read_bytes())["kind"] for name, p in found if name == "version"]
     assert set(versions) == {"anchor", "reference", "delta", "end"}
+    catalogs = [json.loads(p.read_bytes()) for name, p in found if name == "catalog"]
+    assert all(record["signer"] and record["signature"] for record in catalogs)
     for name, path in found:
         validator(name).validate(json.loads(path.read_bytes()))
 
@@ -116,6 +118,19 @@ def test_a_schema_refuses_other_records(root: Path) -> None:
         record = json.loads(path.read_bytes())
         for changed in (record | {"format": 2}, record | {"fresh": 1}, {}):
             assert not validator(name).is_valid(changed)
+        if "type" in record:
+            assert not validator(name).is_valid(record | {"type": "lease"})
+
+
+def test_a_schema_wants_the_whole_policy(root: Path) -> None:
+    record = json.loads((root / "bucket" / "stream.json").read_bytes())
+    policy = record["policy"]
+    assert policy.keys() == set(Policy.__struct_fields__)
+    for field in policy:
+        short = {name: value for name, value in policy.items() if name != field}
+        assert not validator("stream").is_valid(record | {"policy": short})
+    del record["policy"]
+    assert not validator("stream").is_valid(record)
 
 
 def example_records() -> list[dict[str, Any]]:

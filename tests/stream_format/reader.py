@@ -193,27 +193,43 @@ class Reader:
         return found
 
     def catalog(self, lineage: str) -> Record:
-        """§ 5.5; merges that cannot be used are left out."""
+        """§ 5.5; a catalog that cannot be used is an empty one."""
         try:
-            found = parse(self._get(f"{lineage}/catalog.json"), "catalog")
-            check(found["lineage"] == lineage, "of another lineage")
+            data = self._get(f"{lineage}/catalog.json")
+            found = self._belongs(self._signed(parse(data, "catalog")), lineage)
         except RefusedError:
             return {"merges": [], "anchors": []}
-        merges = []
-        for merge in found.get("merges", []):
-            try:
-                merges.append(
-                    self._belongs(self._signed(parse(canonical(merge), "merge")), lineage)
-                )
-            except RefusedError:
-                continue
-        return found | {"merges": merges, "anchors": found.get("anchors", [])}
+        return {"merges": [], "anchors": []} | found
+
+    def listed(self, lineage: str) -> Record:
+        """§ 10.2: what a catalog would say, from listings."""
+        found: Record = {"merges": [], "anchors": []}
+        for kind, parts in (("merge", "shards"), ("anchor", "files")):
+            for path in sorted((self._folder / lineage / f"{kind}s").glob("*.json")):
+                try:
+                    record = self._belongs(self._signed(parse(path.read_bytes(), kind)), lineage)
+                except RefusedError:
+                    continue
+                hint = {"version": record["target"]["version"]}
+                if kind == "merge":
+                    hint["base"] = record["base"]["version"]
+                hint["size"] = sum(part["size"] for part in record[parts])
+                found[f"{kind}s"].append(hint)
+        return found
+
+    def merge(self, lineage: str, base: int, version: int) -> Record:
+        data = self._get(f"{lineage}/merges/{base:012}-{version:012}.json")
+        found = self._belongs(self._signed(parse(data, "merge")), lineage)
+        ends = (found["base"]["version"], found["target"]["version"])
+        check(ends == (base, version), "of other versions")
+        return found
 
     # § 8
 
     def head(self) -> Record | None:
         """The newest version."""
         at = self._start()
+        passed = set()
         while at is not None:
             at = self._last(at)
             if at["kind"] != "end":
@@ -223,6 +239,8 @@ class Reader:
                 return self.require(at["lineage"], at["base"])
             check(following.get("base") == link_of(at), "the new lineage does not follow the end")
             check(following["previous"] == at["lineage"], "it follows another lineage")
+            passed.add(at["lineage"])
+            check(following["lineage"] not in passed, "the lineages lead in a circle")
             at = following
         return None
 
@@ -270,20 +288,29 @@ class Reader:
     # § 10
 
     def rebuild(self, wanted: Record, by: str = "merges", copy: Model | None = None) -> Model:
-        """A version from nothing: by "steps", "merges" where they are, or the newest "anchor"."""
+        """A version from nothing: by "steps", "merges" where they are, or the newest "anchor".
+
+        Where the catalog leads nowhere, by what listings show.
+        """
+        try:
+            return self._rebuild(wanted, self.catalog(wanted["lineage"]), by, copy)
+        except MissingError:
+            return self._rebuild(wanted, self.listed(wanted["lineage"]), by, copy)
+
+    def _rebuild(self, wanted: Record, catalog: Record, by: str, copy: Model | None) -> Model:
         lineage = wanted["lineage"]
-        catalog = self.catalog(lineage)
         model, at = self._begin(wanted, catalog, by, copy)
         while at != link_of(wanted):
             wide = [
-                merge
-                for merge in catalog["merges"]
+                hint["version"]
+                for hint in catalog["merges"]
                 if by != "steps"
-                and merge["base"] == at
-                and merge["target"]["version"] <= wanted["version"]
+                and hint["base"] == at["version"]
+                and hint["version"] <= wanted["version"]
             ]
             if wide:
-                merge = max(wide, key=lambda m: int(m["target"]["version"]))
+                merge = self.merge(lineage, at["version"], max(wide))
+                check(merge["base"] == at, "the merge starts from another version")
                 model, at = self.merged(model, merge), merge["target"]
                 continue
             found = self.manifest(lineage, at["version"] + 1)

@@ -119,15 +119,11 @@ def _fields(table: dict[str, Any]) -> Check:
             if name not in value:
                 if default is _NO_DEFAULT:
                     return False
-            elif not inner(value[name]) or (default == value[name] and name not in _WRITTEN):
+            elif not inner(value[name]) or default == value[name]:
                 return False  # § 4.3: a default is left out
         return True
 
     return has_fields
-
-
-# § 4.3: what may be written though it is a default.
-_WRITTEN = {"keep_versions", "keep_age_s", "grace_s", "policy", "merge_levels"}
 
 
 def _levels(v: Any) -> bool:
@@ -178,12 +174,12 @@ _SIGNED = {
 _SHARDS, _FILES = _list_of(_object({}), 4096), _list_of(_object({"name": _file_name}), 16384)
 _POLICY = _fields(
     {
-        "anchor_every": (_SMALL, 0),
-        "merge_levels": (_levels, [4, 16, 64, 256, 1024]),
-        "keep_versions": (_SMALL, 1000),
-        "keep_age_s": (_SMALL, 86400),
-        "grace_s": (_SMALL, 3600),
-        "accept_new_lineages": (_BOOL, False),
+        "anchor_every": _SMALL,
+        "merge_levels": _levels,
+        "keep_versions": _SMALL,
+        "keep_age_s": _SMALL,
+        "grace_s": _SMALL,
+        "accept_new_lineages": _BOOL,
     }
 )
 _SOURCE = _fields(
@@ -206,7 +202,7 @@ _MERGE = _fields(
     }
 )
 RECORDS: dict[str, Check] = {
-    "stream": _fields(_SIGNED | {"lineage": _ID, "model": (_short, ""), "policy": (_POLICY, {})}),
+    "stream": _fields(_SIGNED | {"lineage": _ID, "model": (_short, ""), "policy": _POLICY}),
     "version": _fields(
         _SIGNED
         | {
@@ -244,19 +240,22 @@ RECORDS: dict[str, Check] = {
         }
     ),
     "catalog": _fields(
-        {
-            "format": lambda v: v == 1,
+        _SIGNED
+        | {
             "lineage": _ID,
-            "steps_from": (_whole(), 0),
-            "merges": (_list_of(lambda v: isinstance(v, dict)), []),
-            "anchors": (_list_of(_fields({"version": _whole(), "size": _whole()})), []),
+            "steps_from": (_SMALL, 0),
+            "merges": (
+                _list_of(_fields({"base": _VERSION, "version": _VERSION, "size": _COUNT})),
+                [],
+            ),
+            "anchors": (_list_of(_fields({"version": _VERSION, "size": _COUNT})), []),
             "retired": (
                 _list_of(
                     _fields(
                         {
                             "kind": lambda v: v in ("merge", "anchor", "steps"),
-                            "base": _whole(),
-                            "version": _whole(),
+                            "base": _SMALL,
+                            "version": _SMALL,
                             "at_ms": _whole(),
                         }
                     )
@@ -285,7 +284,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def parse(data: bytes, kind: str) -> dict[str, Any]:
     """A record, verified in itself (§ 4, 5), but for its signature."""
-    check(len(data) <= (1 << 16 if kind in ("stream", "head") else 1 << 26), f"{kind}: too large")
+    check(len(data) <= (1 << 16 if kind in ("stream", "head") else 1 << 25), f"{kind}: too large")
     try:
         record = json.loads(data.decode(), object_pairs_hook=_distinct)
         is_good = RECORDS[kind](record) and canonical(record) == data
@@ -299,6 +298,9 @@ def parse(data: bytes, kind: str) -> dict[str, Any]:
         check(record["base"]["version"] < record["target"]["version"] and record["shards"], kind)
     elif kind == "anchor":
         check(record["files"], kind)
+    elif kind == "catalog":
+        check(all(e["base"] <= e["version"] for e in record.get("retired", [])), kind)
+        check(all(e["base"] < e["version"] for e in record.get("merges", [])), kind)
     return record
 
 
@@ -311,6 +313,7 @@ def check_version(record: dict[str, Any]) -> None:
     )
     wanted = tuple({bool(has)} for has in _HOLDS[record["kind"]])
     check(holds == wanted, "it does not hold what its kind holds")
+    check(record.get("successor") != record["lineage"], "it leads to its own lineage")
     is_first = version == first
     check(first <= version and is_first == (record["kind"] in ("anchor", "reference")), "place")
     if is_first:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.errors import ThinwireError
-from thinwire.follow import open_stream
+from thinwire.errors import Corrupt, ThinwireError
+from thinwire.follow import Follower, open_stream
 from thinwire.publish import Publisher
 from thinwire.stream import encoding
-from thinwire.stream.records import Manifest, Policy, StreamRecord
+from thinwire.stream.records import Catalog, Manifest, Policy, StreamRecord
 from thinwire.stream.signing import SigningKey
 
 from . import making, records
 from .making import Made
-from .reader import Model, Reader
+from .reader import Model, Reader, digest_of
 from .records import MissingError, RefusedError
 
 
@@ -75,7 +76,7 @@ def test_every_version_by_every_way(signed: Made, by: str) -> None:
 
 def test_the_stream_has_what_is_tested(signed: Made) -> None:
     catalog = opened(signed).catalog(lineage_of(signed).name)
-    pairs = [(m["base"]["version"], m["target"]["version"]) for m in catalog["merges"]]
+    pairs = [(hint["base"], hint["version"]) for hint in catalog["merges"]]
     assert pairs == [(1, 3), (1, 5), (3, 5)]
     assert [hint["version"] for hint in catalog["anchors"]] == [1, 6]
 
@@ -170,14 +171,22 @@ def everything(made: Made) -> None:
     for manifest in found.history(head):
         for by in ("steps", "anchor"):
             found.rebuild(manifest, by)
-    for merge in found.catalog(head["lineage"])["merges"]:
+    for hint in found.catalog(head["lineage"])["merges"]:
+        merge = found.merge(head["lineage"], hint["base"], hint["version"])
         base = found.require(head["lineage"], merge["base"])
         found.merged(found.rebuild(base, "steps"), merge)
 
 
 @pytest.mark.parametrize(
     "pattern",
-    ["stream.json", "*/manifests/*", "*/deltas/*/*", "*/anchors/*.json", "*/anchors/*/*"],
+    [
+        "stream.json",
+        "*/manifests/*",
+        "*/deltas/*/*",
+        "*/merges/*",
+        "*/anchors/*.json",
+        "*/anchors/*/*",
+    ],
 )
 def test_changed_objects_are_refused(copied: Made, pattern: str) -> None:
     found = objects(copied, pattern)
@@ -337,39 +346,268 @@ def manifest_text(factory: pytest.TempPathFactory) -> str:
     return _texts[0]
 
 
-@pytest.mark.parametrize(
-    ("policy", "is_good"),
-    [
-        ("", True),
-        ('"policy":{"merge_levels":[4,16,64,256,1024]},', True),
-        ('"policy":{"keep_versions":1000,"merge_levels":[]},', True),
-        ('"policy":{"grace_s":3600,"keep_age_s":86400,"merge_levels":[2]},', True),
-        ('"policy":{},', True),
-        ('"policy":{"keep_versions":7},', True),
-        ('"policy":{"keep_versions":1000000000000},', False),
-        ('"policy":{"anchor_every":0,"merge_levels":[]},', False),
-        ('"policy":{"accept_new_lineages":false,"merge_levels":[]},', False),
-        ('"policy":{"merge_levels":[4,6]},', False),
-        ('"policy":{"merge_levels":[4,4]},', False),
-        ('"policy":{"merge_levels":[1]},', False),
-        ('"policy":{"grace_s":-1,"merge_levels":[]},', False),
-        ('"model":"",', False),
-    ],
-)
-def test_policies(policy: str, is_good: bool) -> None:
-    zeros = "0" * 32
-    text = (
-        f'{{"created_ms":5,"format":1,"lineage":"{zeros}",{policy}'
-        f'"stream":"{zeros}","type":"stream"}}'
-    ).encode()
-    verdicts = []
-    for parse in (
-        lambda: records.parse(text, "stream"),
-        lambda: encoding.parse(text, StreamRecord, "stream.json"),
-    ):
+POLICY: dict[str, Any] = {
+    "accept_new_lineages": False,
+    "anchor_every": 0,
+    "grace_s": 3600,
+    "keep_age_s": 86400,
+    "keep_versions": 1000,
+    "merge_levels": [4, 16, 64, 256, 1024],
+}
+
+
+def verdicts(data: bytes, kind: str, cls: type[Any]) -> list[bool]:
+    """Whether the independent reader takes a record, and whether ours does."""
+    found = []
+    for parse in (lambda: records.parse(data, kind), lambda: encoding.parse(data, cls, "it")):
         try:
             parse()
-            verdicts.append(True)
+            found.append(True)
         except (RefusedError, ThinwireError):
-            verdicts.append(False)
-    assert verdicts == [is_good, is_good]
+            found.append(False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "is_good"),
+    [
+        ({}, True),
+        ({"merge_levels": []}, True),
+        ({"merge_levels": [2], "keep_versions": 7}, True),
+        ({"keep_versions": 10**12 - 1, "accept_new_lineages": True}, True),
+        ({"keep_versions": 10**12}, False),
+        ({"merge_levels": [4, 6]}, False),
+        ({"merge_levels": [4, 4]}, False),
+        ({"merge_levels": [1]}, False),
+        ({"merge_levels": [2**n for n in range(1, 18)]}, False),
+        ({"grace_s": -1}, False),
+        ({"grace_s": 0.5}, False),
+        ({"accept_new_lineages": 0}, False),
+        ({"fresh": 1}, False),
+        *(({name: None}, False) for name in POLICY),
+    ],
+)
+def test_policies(change: dict[str, Any], is_good: bool) -> None:
+    """Every field is written; None: left out here."""
+    policy = {name: value for name, value in (POLICY | change).items() if value is not None}
+    record = stream_record() | {"policy": policy}
+    assert verdicts(records.canonical(record), "stream", StreamRecord) == [is_good, is_good]
+
+
+def stream_record() -> dict[str, Any]:
+    zeros = "0" * 32
+    shared = {"format": 1, "created_ms": 5, "stream": zeros, "lineage": zeros}
+    return shared | {"type": "stream", "policy": POLICY}
+
+
+def test_a_stream_needs_a_policy_and_no_name() -> None:
+    record = stream_record()
+    assert (
+        verdicts(records.canonical(record | {"model": ""}), "stream", StreamRecord) == [False] * 2
+    )
+    del record["policy"]
+    assert verdicts(records.canonical(record), "stream", StreamRecord) == [False] * 2
+
+
+END: dict[str, Any] = {
+    "base": {"manifest": "1" * 64, "version": 4},
+    "created_ms": 5,
+    "first": 2,
+    "format": 1,
+    "kind": "end",
+    "lineage": "0" * 32,
+    "session": "2" * 32,
+    "stream": "3" * 32,
+    "successor": "4" * 32,
+    "type": "version",
+    "version": 5,
+}
+_SHARD = {"block": 1 << 18, "blocks": ["5" * 64], "size": 7}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"successor": None},
+        {"successor": "0" * 32},
+        {"successor": "4" * 31},
+        {"weights": "6" * 64},
+        {"layout": "6" * 64},
+        {"shards": [_SHARD]},
+        {"files": [_SHARD | {"name": "a"}]},
+        {"source": {"kind": "folder", "name": "a"}},
+        {"content": "6" * 64},
+        {"first": 5},
+        {"first": 5, "base": None},
+        {"first": 5, "previous": "7" * 32, "base": {"manifest": "1" * 64, "version": 5}},
+        {"base": None},
+        {"base": {"manifest": "1" * 64, "version": 3}},
+        {"previous": "7" * 32},
+    ],
+)
+def test_ends(change: dict[str, Any]) -> None:
+    assert verdicts(records.canonical(END), "version", Manifest) == [True, True]
+    changed = {name: value for name, value in (END | change).items() if value is not None}
+    assert verdicts(records.canonical(changed), "version", Manifest) == [False, False]
+
+
+def test_content_is_for_references_only(tmp_path_factory: pytest.TempPathFactory) -> None:
+    record = json.loads(manifest_text(tmp_path_factory)) | {"content": "6" * 64}
+    assert verdicts(records.canonical(record), "version", Manifest) == [False, False]
+
+
+CATALOG: dict[str, Any] = {
+    "created_ms": 5,
+    "format": 1,
+    "lineage": "0" * 32,
+    "merges": [{"base": 1, "size": 0, "version": 3}],
+    "retired": [{"at_ms": 9, "base": 1, "kind": "steps", "version": 7}],
+    "steps_from": 7,
+    "stream": "3" * 32,
+    "type": "catalog",
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"type": "merge"},
+        {"type": None},
+        {"stream": None},
+        {"created_ms": None},
+        {"lineage": "0"},
+        {"steps_from": 0},
+        {"steps_from": -1},
+        {"steps_from": 10**12},
+        {"anchors": []},
+        {"is_over": False},
+        {"anchors": [{"size": -1, "version": 3}]},
+        {"anchors": [{"size": 1, "version": 0}]},
+        {"anchors": [{"size": 1, "version": 10**12}]},
+        {"merges": [{"base": 3, "size": 1, "version": 3}]},
+        {"merges": [{"base": 0, "size": 1, "version": 3}]},
+        {"merges": [{"base": 1, "size": 2**62, "version": 3}]},
+        {"merges": [{"base": 1, "version": 3}]},
+        {"retired": [{"at_ms": 9, "base": 8, "kind": "steps", "version": 7}]},
+        {"retired": [{"at_ms": 9, "base": -1, "kind": "merge", "version": 7}]},
+        {"retired": [{"at_ms": 9, "base": 1, "kind": "lease", "version": 7}]},
+    ],
+)
+def test_catalogs(change: dict[str, Any]) -> None:
+    assert verdicts(records.canonical(CATALOG), "catalog", Catalog) == [True, True]
+    changed = {name: value for name, value in (CATALOG | change).items() if value is not None}
+    assert verdicts(records.canonical(changed), "catalog", Catalog) == [False, False]
+
+
+# What both do with hints, and with lineages that do not follow each other.
+
+
+def lost(path: Path) -> None:
+    path.unlink()
+
+
+def unsigned(path: Path) -> None:
+    record = json.loads(path.read_bytes())
+    del record["signer"], record["signature"]
+    path.write_bytes(records.canonical(record))
+
+
+def changed(path: Path) -> None:
+    record = json.loads(path.read_bytes())
+    path.write_bytes(records.canonical(record | {"created_ms": record["created_ms"] + 1}))
+
+
+@pytest.mark.parametrize("harm", [lost, unsigned, changed])
+def test_where_no_catalog_counts_listings_do(copied: Made, harm: Callable[[Path], None]) -> None:
+    lineage = lineage_of(copied)
+    catalog = opened(copied).catalog(lineage.name)
+    for path in objects(copied, "*/deltas/000000000002-000000000003/*"):
+        path.unlink()
+    for path in objects(copied, "*/anchors/000000000001-*/*"):
+        path.unlink()
+    harm(lineage / "catalog.json")
+    found = opened(copied)
+    assert found.catalog(lineage.name) == {"merges": [], "anchors": []}
+    listed = found.listed(lineage.name)
+    assert listed["merges"] == catalog["merges"]
+    assert listed["anchors"] == [hint for hint in catalog["anchors"] if hint["version"] != 1]
+    head = found.head()
+    assert head is not None
+    assert found.rebuild(head, "anchor").contents() == copied.contents[3]
+    stream = open_stream(str(copied.bucket), trusted_keys=copied.pinned)
+    with Follower(stream, copied.bucket.parent / "sink", lease=False) as follower:
+        assert follower.catch_up().version == 3
+
+
+def two_lineages(tmp_path: Path) -> list[Path]:
+    """An unsigned stream; the folders of its lineages: versions 1 and 2 with an end, version 3."""
+    bucket = tmp_path / "bucket"
+    arrays = {"w": np.arange(300, dtype=np.float32)}
+    for new_lineage in (False, True):
+        stream = open_stream(str(bucket))
+        with Publisher(
+            stream, tmp_path / "p", maintain=False, new_lineage=new_lineage
+        ) as publisher:
+            for _ in range(1 if new_lineage else 2):
+                arrays["w"][7] += 1
+                publisher.publish(arrays)
+    first = bucket / json.loads((bucket / "stream.json").read_bytes())["lineage"]
+    end = json.loads((first / "manifests" / "000000000003.json").read_bytes())
+    hint = {"format": 1, "lineage": first.name, "version": 2}
+    (bucket / "head.json").write_bytes(records.canonical(hint))
+    return [first, bucket / end["successor"]]
+
+
+def refuse_the_head(bucket: Path) -> None:
+    with pytest.raises(RefusedError):
+        Reader(bucket).head()
+    with pytest.raises(Corrupt):
+        open_stream(str(bucket)).tip()
+
+
+def test_a_successor_must_follow_the_end(tmp_path: Path) -> None:
+    first, second = two_lineages(tmp_path)
+    begin = second / "manifests" / "000000000003.json"
+    record = json.loads(begin.read_bytes())
+    head = Reader(first.parent).head()
+    assert head is not None
+    assert head["version"] == 3
+    other = record | {"base": {"manifest": "0" * 64, "version": 3}}
+    begin.write_bytes(records.canonical(other))
+    refuse_the_head(first.parent)
+    alone = {name: value for name, value in record.items() if name not in ("base", "previous")}
+    begin.write_bytes(records.canonical(alone))
+    refuse_the_head(first.parent)
+
+
+def test_a_successor_must_name_the_lineage_before(tmp_path: Path) -> None:
+    first, second = two_lineages(tmp_path)
+    begin = second / "manifests" / "000000000003.json"
+    record = json.loads(begin.read_bytes()) | {"previous": "9" * 32}
+    begin.write_bytes(records.canonical(record))
+    refuse_the_head(first.parent)
+
+
+def test_lineages_in_a_circle_are_refused(tmp_path: Path) -> None:
+    first, second = two_lineages(tmp_path)
+    begin = json.loads((second / "manifests" / "000000000003.json").read_bytes())
+    shared = {name: begin[name] for name in ("format", "type", "stream", "created_ms", "session")}
+    end = shared | {
+        "kind": "end",
+        "lineage": second.name,
+        "first": 3,
+        "version": 4,
+        "base": {"version": 3, "manifest": digest_of(records.canonical(begin))},
+        "successor": first.name,
+    }
+    (second / "manifests" / "000000000004.json").write_bytes(records.canonical(end))
+    # Of the first lineage, at the place of its successor's end: someone forged both.
+    again = begin | {
+        "lineage": first.name,
+        "first": 4,
+        "version": 4,
+        "previous": second.name,
+        "base": {"version": 4, "manifest": digest_of(records.canonical(end))},
+    }
+    (first / "manifests" / "000000000004.json").write_bytes(records.canonical(again))
+    refuse_the_head(first.parent)

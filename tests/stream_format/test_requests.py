@@ -63,6 +63,6 @@ def test_requests(store: CountingStore, tmp_path: Path) -> None:
     joiner = Follower(open_stream(store), tmp_path / "late", lease=False)
     counted(store)
     joiner.catch_up()
-    assert counted(store) == {"get": 9}, "joining at version 5 by anchor 1 and a merged delta"
+    assert counted(store) == {"get": 10}, "joining at version 5 by anchor 1 and a merged delta"
     for opened in (publisher, follower, joiner):
         opened.close()

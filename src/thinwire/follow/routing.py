@@ -36,12 +36,16 @@ class Router:
     Args:
         stream: The stream.
         has_copy: Whether there is a copy here of the source of a version by reference.
+
+    Attributes:
+        pruned: What the catalog says of the version that was asked for last; None: it is there.
     """
 
     def __init__(self, stream: Stream, has_copy: Callable[[Source], bool]) -> None:
         self._stream = stream
         self._has_copy = has_copy
         self._avoided: set[tuple[str, int, int]] = set()
+        self.pruned: HistoryPruned | None = None
 
     def find(self, version: int, head: Manifest) -> Manifest:
         """The manifest of a version, also of an earlier lineage.
@@ -75,6 +79,7 @@ class Router:
     def forget(self) -> None:
         """Avoid nothing any more."""
         self._avoided.clear()
+        self.pruned = None
 
     def way(self, mark: Mark | None, wanted: Manifest) -> Way:
         """The cheapest way from what is held to a version, each step linked to the one before.
@@ -91,6 +96,8 @@ class Router:
         try:
             return self._plan(mark, wanted, catalog)
         except HistoryPruned as error:
+            if not self._avoided:
+                self.pruned = error
             try:
                 return self._plan(mark, wanted, self._stream.listed(wanted.lineage))
             except HistoryPruned:

@@ -284,7 +284,8 @@ class Stream:
             following = self.manifest(at.successor, at.version)
             if following is None:
                 return Tip(self._before(at), at)
-            if following.base != link_of(at) or following.lineage in seen:
+            follows = following.base == link_of(at) and following.previous == at.lineage
+            if not follows or following.lineage in seen:
                 raise Corrupt(
                     f"{self.url}: the lineage that begins with version {at.version} does not follow"
                     " the one that ends there",
@@ -294,7 +295,10 @@ class Stream:
 
     def _hinted(self) -> Manifest | None:
         hint = self.head_hint()
-        return None if hint is None else self.manifest(hint.lineage, hint.version)
+        # A hint may name anything: what it leads to counts only if it is right.
+        with suppress(FormatError, SignatureInvalid):
+            return None if hint is None else self.manifest(hint.lineage, hint.version)
+        return None
 
     def newest_listed(self, lineage: str) -> int:
         """The newest version of a lineage that a listing shows; 0: none."""

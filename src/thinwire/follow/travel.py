@@ -115,10 +115,10 @@ class Traveller:
             try:
                 way = self.router.way(mark, wanted)
             except (HistoryPruned, NotFound) as error:
-                # That something is missing says less than that it was pruned.
-                if last is None or isinstance(last, NotFound):
+                if last is None:
                     raise
-                raise last from error
+                # That something is missing says less than that it was pruned, where it was.
+                raise (self.router.pruned or last) from error
             self._on_way(wanted.lineage, way.begins)
             try:
                 for version in self._walker.walk(way.steps, mark, on_bytes):

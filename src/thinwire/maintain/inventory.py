@@ -131,7 +131,9 @@ class Inventory:
         self.retired = [entry for entry in self.retired if entry.at_ms > forget_before_ms]
         catalog = self.catalog()
         same: dict[str, Any] = {"created_ms": 0, "signer": "", "signature": ""}
-        if msgspec.structs.replace(catalog, **same) != msgspec.structs.replace(now, **same):
+        signer = "" if stream.signing_key is None else stream.signing_key.public
+        is_new = msgspec.structs.replace(catalog, **same) != msgspec.structs.replace(now, **same)
+        if is_new or signer != now.signer:
             _, data = seal(catalog, stream.signing_key)
             stream.store.put(keys.catalog(catalog.lineage), data)
 

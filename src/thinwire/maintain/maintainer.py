@@ -161,7 +161,8 @@ class Maintainer:
         policy = self.stream.record().policy
         inventory = Inventory.load(self.stream, head.lineage, head.first)
         # Older versions are gone in any case, whatever age they had.
-        after = min(inventory.steps_from, max(head.first, head.version - policy.keep_versions)) - 1
+        counted = max(head.first, head.version - policy.keep_versions + 1)
+        after = min(inventory.steps_from, counted) - 1
         ages = ages_s(self.stream, head.lineage, after, now_s)
         oldest = oldest_kept(policy, ages, self._leased(now_s), head.version)
         merge_count = self._merge(inventory, head, oldest)
@@ -252,7 +253,7 @@ class Maintainer:
                 ended_s = end.created_ms / 1000
                 if oldest >= end.version and ended_s < now_s - policy.keep_age_s:
                     dropped += give_up(self.stream, past, end.version - 1, now_s)
-                more = collect(self.stream, past, end.version, policy, now_s)
+                more = collect(self.stream, past, end.version, policy, now_s, has_ended=True)
                 removed = Removed(*(a + b for a, b in zip(removed, more, strict=True)))
             found = self.stream.manifest(lineage, end.first)
             if found is None:

@@ -109,7 +109,13 @@ def _drop(stream: Stream, inventory: Inventory, retired: list[Retired]) -> int:
 
 
 def collect(
-    stream: Stream, inventory: Inventory, head: int, policy: Policy, now_s: float
+    stream: Stream,
+    inventory: Inventory,
+    head: int,
+    policy: Policy,
+    now_s: float,
+    *,
+    has_ended: bool = False,
 ) -> Removed:
     """Delete objects that no manifest names, or that were dropped, once they are old enough.
 
@@ -124,10 +130,11 @@ def collect(
         head: The newest version of the lineage that is known: later places may be free.
         policy: How old is old enough.
         now_s: The time by the store's clock.
+        has_ended: The lineage ended, and ``head`` is the place of its end.
     """
     limit_s = now_s - policy.grace_s
     lineage = inventory.begin.lineage
-    guard = _Guard(stream, inventory, limit_s)
+    guard = _Guard(stream, inventory, limit_s, head if has_ended else None)
     doomed: list[Entry] = []
     deltas = stream.store.list(keys.deltas(lineage))
     for name, entries in _folders(deltas, keys.deltas(lineage)):
@@ -157,12 +164,15 @@ def all_old(entries: Iterable[Entry], limit_s: float) -> bool:
 class _Guard:
     """Knows which objects of a lineage are named by something."""
 
-    def __init__(self, stream: Stream, inventory: Inventory, limit_s: float) -> None:
+    def __init__(
+        self, stream: Stream, inventory: Inventory, limit_s: float, end: int | None
+    ) -> None:
         self._stream = stream
         self._inventory = inventory
         self._lineage = inventory.begin.lineage
         self._limit_ms = limit_s * 1000
         self._is_over = inventory.is_over
+        self._end = end
         folder = keys.manifests(self._lineage)
         after = keys.manifest(self._lineage, inventory.steps_from)
         self._listed = {
@@ -187,7 +197,7 @@ class _Guard:
             begin = self._inventory.begin
             is_begin = begin.kind == "reference" and version == begin.version
             return _keys_of(begin) if is_begin and not self._is_over else set()
-        if self._is_over or version <= self._inventory.steps_from:
+        if self._is_over or version <= self._inventory.steps_from or version == self._end:
             return set()
         if version in self._listed and is_plain:
             return names

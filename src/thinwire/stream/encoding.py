@@ -214,7 +214,8 @@ def _check_version(record: Manifest, what: str) -> None:
     if min(counts) < 0 or max(counts) >= MAX_NUMBER or abs(record.step or 0) >= MAX_NUMBER:
         raise Corrupt(f"{what}: a count or the step is out of range")
     if record.kind == "end":
-        others = (record.shards, record.files, record.source, record.weights, record.layout)
+        texts = record.weights + record.layout + record.content
+        others = (record.shards, record.files, record.source, texts)
         leads_on = is_lineage(record.successor) and record.successor != record.lineage
         if not leads_on or any(others) or record.version == record.first:
             raise Corrupt(f"{what}: it does not hold what the end of a lineage holds")
@@ -245,7 +246,8 @@ def _check_version(record: Manifest, what: str) -> None:
 
 def _check_base(record: Manifest, what: str) -> None:
     follows = bool(record.previous)
-    if follows and (record.version != record.first or not is_lineage(record.previous)):
+    is_other = is_lineage(record.previous) and record.previous != record.lineage
+    if follows and (record.version != record.first or not is_other):
         raise Corrupt(f"{what}: the lineage it follows is malformed")
     if record.base is None:
         if follows or record.version != record.first:
