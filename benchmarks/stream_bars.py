@@ -219,8 +219,8 @@ def merges(steps: list[Path]) -> dict[str, float]:
         catalog = stream.catalog(stream.record().lineage)
         shares: dict[int, list[float]] = {}
         for merge in catalog.merges:
-            span = range(merge.base.version + 1, merge.target.version + 1)
-            share = merge.payload_bytes / sum(sizes[version] for version in span)
+            span = range(merge.base + 1, merge.version + 1)
+            share = merge.size / sum(sizes[version] for version in span)
             shares.setdefault(len(span), []).append(share)
     return {f"merge_{level}_of_its_steps": statistics.mean(s) for level, s in shares.items()} | {
         "merges": made,
