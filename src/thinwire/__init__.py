@@ -1,5 +1,6 @@
 """thinwire moves new model weights from an RL trainer to its samplers as tiny, exact deltas."""
 
+from thinwire import errors
 from thinwire.checkpoint import (
     apply_checkpoint,
     apply_in_place,
@@ -22,7 +23,7 @@ from thinwire.codec.chunk import Spec
 from thinwire.follow import CheckpointSink, Follower, Sink, Stream, open_stream
 from thinwire.maintain import Maintainer, fsck, set_policy
 from thinwire.publish import Publisher
-from thinwire.stream.events import Applied, Fetched, Maintained, Observer, Published, Refused
+from thinwire.stream.events import Applied, Event, Fetched, Maintained, Observer, Published, Refused
 from thinwire.stream.records import Policy
 from thinwire.stream.signing import SigningKey
 from thinwire.stream.version import Version
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Applied",
     "Changes",
+    "Event",
     "CheckpointSink",
     "Fetched",
     "Follower",
@@ -58,6 +60,7 @@ __all__ = [
     "diff_checkpoint",
     "encode",
     "encode_tensors",
+    "errors",
     "fsck",
     "inspect",
     "open_stream",

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from thinwire.cli import key_files
+from thinwire.follow import key_files
 from thinwire.stream.signing import SigningKey
 
 from .conftest import Run, read_json

@@ -19,6 +19,7 @@ from thinwire.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
 DOCUMENTS = [
     *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -67,7 +68,7 @@ def error_rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-@pytest.mark.parametrize("source", blocks(README, "python"))
+@pytest.mark.parametrize("source", [*blocks(README, "python"), *blocks(GUIDE, "python")])
 def test_python_examples_run(source: str, tmp_path: Path) -> None:
     if "import torch" in source and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed: this example of the README was NOT run")

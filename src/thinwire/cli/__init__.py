@@ -2,7 +2,7 @@
 
 Files: ``app`` (the commands together), one file per command, ``failures`` (errors to exit codes),
 ``output`` (tables and JSON), ``progress`` (bars), ``logs`` (what goes to stderr, and metrics),
-``signals`` (SIGTERM), ``versions`` (a version as text and JSON), ``key_files`` (private keys),
+``signals`` (SIGTERM), ``versions`` (a version as text and JSON),
 ``values`` (a tensor's first values), ``step_counts`` (histograms of ``inspect``).
 """
 

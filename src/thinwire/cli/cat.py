@@ -14,7 +14,7 @@ from thinwire.cli.failures import reported
 from thinwire.cli.options import Json, ModelCopy, Trust, Url
 from thinwire.cli.output import print_json, printable
 from thinwire.cli.signals import terminable
-from thinwire.errors import AlreadyExists, NotFound
+from thinwire.errors import AlreadyExists, InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from thinwire.checkpoint.safetensors_file import StoredTensor
@@ -65,14 +65,17 @@ def cat(
                 lease=False,
             ) as follower,
         ):
-            held = follower.catch_up("latest" if version is None else version)
-            found = follower.sink.checkpoint().tensors.get(tensor)
-            if found is None:
+            try:
+                held = follower.catch_up("latest" if version is None else version)
+            except InvalidArgument as error:
+                if "tensors" not in error.context:
+                    raise
                 raise NotFound(
-                    f"version {held.version} of {stream.url} has no tensor {tensor!r}",
+                    f"{stream.url} has no tensor {tensor!r}",
                     hint="Names are those in the checkpoint's safetensors files",
                     tensor=tensor,
-                )
+                ) from error
+            found = follower.sink.checkpoint().tensors[tensor]
             if out is not None:
                 _write(out, found, overwrite)
             if as_json:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import threading
 
     from thinwire.follow import Stream
+    from thinwire.stream.events import Event
     from thinwire.stream.version import Version
 
 
@@ -124,6 +125,7 @@ def follow(
         from thinwire.follow import Follower, open_stream
         from thinwire.follow.cache import DEFAULT_LIMIT_BYTES
         from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES
+        from thinwire.stream.events import Observers
 
         is_single = once or version is not None
         if timeout is not None and not is_single:
@@ -138,6 +140,7 @@ def follow(
             )
         stream = open_stream(url, trusted_keys=trust or ())
         logger, observer = stack.enter_context(observing(log_level, metrics_port))
+        fetched = _FetchedBytes()
         follower = stack.enter_context(
             Follower(
                 stream,
@@ -148,7 +151,7 @@ def follow(
                 cache_dir=cache,
                 cache_limit_bytes=DEFAULT_LIMIT_BYTES if cache_limit is None else cache_limit,
                 memory_limit_bytes=DEFAULT_MEMORY_BYTES if memory_limit is None else memory_limit,
-                observer=observer,
+                observer=Observers(observer, fetched),
             )
         )
         is_stopped = stack.enter_context(stopped_by_signals(follower.stop))
@@ -163,7 +166,7 @@ def follow(
                     reset=reset,
                     on_bytes=on_bytes,
                 )
-            _print(held, as_json)
+            _print(held, as_json, fetched.total_bytes)
             if is_stopped.is_set():
                 raise typer.Exit(INTERRUPTED)
             return
@@ -172,7 +175,8 @@ def follow(
             with suppress(NotFound):
                 follower.catch_up(reset=True)
         for held in follower.follow(poll_s=poll):
-            _print(held, as_json)
+            _print(held, as_json, fetched.total_bytes)
+            fetched.total_bytes = 0
         logger.info("stopped")
 
 
@@ -195,18 +199,33 @@ def _wait(
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise Deadline(
-                f"{'no version' if version is None else f'version {version}'} came to "
-                f"{stream.url} within {timeout_s:g} s",
+                f"{stream.url} had no version{'' if version is None else f' {version}'} within "
+                f"{timeout_s:g} s",
                 hint="Is the publisher running? `thinwire log` shows what there is",
             )
         is_stopped.wait(min(poll_s, left_s))
     raise typer.Exit(INTERRUPTED)
 
 
-def _print(held: Version, as_json: bool) -> None:
+def _print(held: Version, as_json: bool, fetched_bytes: int) -> None:
     from thinwire.cli.versions import version_json, version_line
 
     if as_json:
-        print_json_line(version_json(held))
+        print_json_line({**version_json(held), "fetched_bytes": fetched_bytes})
     else:
-        print(version_line(held), flush=True)
+        fetched = f"fetched {fetched_bytes:,} bytes" if fetched_bytes else "nothing to fetch"
+        print(f"{version_line(held)}; {fetched}", flush=True)
+
+
+class _FetchedBytes:
+    """Counts what crossed the network."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+
+    def on_event(self, event: Event) -> None:
+        """Add what was fetched."""
+        from thinwire.stream.events import Fetched
+
+        if isinstance(event, Fetched):
+            self.total_bytes += event.payload_bytes

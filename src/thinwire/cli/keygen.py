@@ -27,7 +27,7 @@ def keygen(
     --trust. Only the owner can read OUT.
     """
     with reported(as_json):
-        from thinwire.cli.key_files import write_signing_key
+        from thinwire.follow.key_files import write_signing_key
         from thinwire.stream.signing import SigningKey
 
         key = SigningKey.generate()

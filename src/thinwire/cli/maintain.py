@@ -63,8 +63,8 @@ def maintain(
         reported(as_json, is_lines=True),
         observing(log_level, metrics_port, follows=False) as (_, observer),
     ):
-        from thinwire.cli.key_files import read_signing_key
         from thinwire.follow import open_stream
+        from thinwire.follow.key_files import read_signing_key
         from thinwire.maintain import Maintainer
         from thinwire.stream.events import Observers
 

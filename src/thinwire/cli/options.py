@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from thinwire.cli.key_files import ENVIRONMENT
 from thinwire.cli.logs import LogLevel
 
 # More threads than this wait for memory, not for a processor.
 MAX_DEFAULT_WORKERS = 8
+SIGNING_KEY_VARIABLE = "THINWIRE_SIGNING_KEY"
 
 Base = Annotated[
     Path, typer.Argument(help="The checkpoint before: a safetensors file or a model folder.")
@@ -54,7 +54,7 @@ Key = Annotated[
     Path | None,
     typer.Option(
         "--key",
-        envvar=ENVIRONMENT,
+        envvar=SIGNING_KEY_VARIABLE,
         show_default=False,
         help="The file of the private key to sign with, made by `thinwire keygen`.",
     ),

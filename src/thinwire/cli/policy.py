@@ -69,8 +69,8 @@ def policy(
     with reported(as_json):
         import msgspec
 
-        from thinwire.cli.key_files import read_signing_key
         from thinwire.follow import open_stream
+        from thinwire.follow.key_files import read_signing_key
         from thinwire.maintain import set_policy
 
         given: dict[str, Any] = {
@@ -92,8 +92,16 @@ def policy(
         if as_json:
             print_json({"url": stream.url, "is_changed": bool(asked), **facts})
             return
-        rows = [[name, str(value)] for name, value in facts.items()]
+        rows = [[name, _shown(value)] for name, value in facts.items()]
         print_table(["policy", "value"], rows, left=2)
+        if asked:
+            print("changed; maintainers heed it in their next round")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _key(key: Path | None, asked: dict[str, Any]) -> Path | None:

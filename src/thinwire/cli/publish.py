@@ -139,9 +139,9 @@ def publish(
         observing(log_level) as (_, observer),
     ):
         from thinwire.checkpoint import Checkpoint
-        from thinwire.cli.key_files import read_signing_key
         from thinwire.cli.versions import version_json
         from thinwire.follow import open_stream
+        from thinwire.follow.key_files import read_signing_key
         from thinwire.publish import Publisher
 
         facts = None if metadata is None else _parse_metadata(metadata)
@@ -197,10 +197,11 @@ def publish(
             )
             return
         share = percent(version.payload_bytes, version.raw_bytes)
+        changed = f"; {version.changed_count:,} weights changed" if version.kind == "delta" else ""
         print(
             f"version {version.version} of {printable(stream.url)}: {version.kind}, "
-            f"{version.payload_bytes:,} bytes, {share} % of {version.raw_bytes:,} raw; "
-            f"{version.changed_count:,} weights changed; {wall_s:.2f} s"
+            f"{version.payload_bytes:,} bytes, {share} % of {version.raw_bytes:,} raw{changed}; "
+            f"{wall_s:.2f} s"
         )
         if done is not None:
             print(f"maintenance: {_maintenance_line(done)}")

@@ -20,7 +20,7 @@ from thinwire.checkpoint.safetensors_file import (
 )
 from thinwire.codec.delta_set import DeltaSet
 from thinwire.codec.digest import tensor_digest, xxh3_64
-from thinwire.errors import ChecksumMismatch
+from thinwire.errors import ChecksumMismatch, InvalidArgument
 from thinwire.follow.fetch import Fetcher, Wanted
 from thinwire.follow.reference import check_content
 from thinwire.follow.selection import Selection, is_held
@@ -47,18 +47,23 @@ def install_anchor(
     """
     with sink.installing(mark) as staged:
         staged_files: dict[str, Path] = {}
+        wanted_count = 0
         for name, wanted in step.files.items():
             if is_weights_name(name):
                 path = staged_files[name] = staged.path_for(name)
                 if selection.is_all:
                     fetcher.into_file(wanted, path, on_bytes=on_bytes)
                 else:
-                    _fetch_part(fetcher, wanted, path, sink.scratch(), selection)
+                    scratch = sink.scratch()
+                    header = _fetch_part(fetcher, wanted, path, scratch, selection)
+                    wanted_count += _count_wanted(header, selection)
             elif selection.is_all or name != INDEX_NAME:
                 path = staged_files[name] = staged.path_for(name)
                 fetcher.into_file(wanted, path, on_bytes=on_bytes)
         if selection.is_all:
             _check_files(staged_files, step)
+        else:
+            _check_any(wanted_count, selection)
 
 
 def install_reference(
@@ -83,6 +88,8 @@ def install_reference(
             paths = {file.name: staged.path_for(file.name) for file in plan.weights}
             build_weights(copy, delta, plan.weights, paths, workers=1, on_bytes=on_bytes)
         else:
+            headers = [file.header for file in plan.weights]
+            _check_any(sum(_count_wanted(header, selection) for header in headers), selection)
             for file in plan.weights:
                 tensors = {name: copy.tensors[name].data for name in file.header.spans}
                 _write_part(file.header, tensors, staged.path_for(file.name), selection)
@@ -160,8 +167,12 @@ def _check_files(files: Mapping[str, Path], step: Step) -> None:
 
 def _fetch_part(
     fetcher: Fetcher, wanted: Wanted, path: Path, scratch: Path, selection: Selection
-) -> None:
-    """Fetch the chosen tensors of a weights file, and write a file of just these."""
+) -> Header:
+    """Fetch the chosen tensors of a weights file, and write a file of just these.
+
+    Returns:
+        The header of the whole file.
+    """
     sparse = scratch / "anchor-part"
     sparse.unlink(missing_ok=True)
     fetched: set[int] = set()
@@ -184,8 +195,23 @@ def _fetch_part(
         data = have([(0, stop), *((span.start, span.stop) for span in spans)])
         tensors = {name: data[s.start : s.stop] for name, s in header.spans.items()}
         _write_part(header, tensors, path, selection)
+        return header
     finally:
         sparse.unlink(missing_ok=True)
+
+
+def _count_wanted(header: Header, selection: Selection) -> int:
+    return sum(selection.wants(name) for name in header.spans)
+
+
+def _check_any(wanted_count: int, selection: Selection) -> None:
+    """Raise InvalidArgument where no tensor is wanted: the patterns are misspelled."""
+    if not wanted_count:
+        raise InvalidArgument(
+            f"no tensor is named like {', '.join(selection.patterns)[:200]}",
+            hint="`thinwire inspect` on a delta, or the model's index, shows the names",
+            tensors=selection.patterns,
+        )
 
 
 def _chosen(header: Header, selection: Selection) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Collection
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,7 @@ from thinwire.errors import (
     SignatureInvalid,
     StreamError,
 )
+from thinwire.follow.key_files import read_signing_key
 from thinwire.store import Store, open_store
 from thinwire.stream import keys
 from thinwire.stream.encoding import (
@@ -370,7 +372,7 @@ def open_stream(
     *,
     model: str = "",
     policy: Policy | None = None,
-    signing_key: SigningKey | None = None,
+    signing_key: SigningKey | str | os.PathLike[str] | None = None,
     trusted_keys: Collection[str] = (),
     single_writer: bool = False,
     retry_s: float = 60.0,
@@ -383,7 +385,8 @@ def open_stream(
         model: The model's name, kept in the stream when it is made.
         policy: How the stream is looked after, kept in it when it is made; later on
             :func:`thinwire.set_policy` changes it.
-        signing_key: For publishers and maintainers: they sign with it.
+        signing_key: For publishers and maintainers: they sign with it. A key, or the path of a file
+            that ``thinwire keygen`` made.
         trusted_keys: Public keys to pin: whatever is not signed by one of them is refused. With a
             signing key and none of these, its own public key is pinned.
         single_writer: The caller vouches that only one process ever writes, so that a store
@@ -392,7 +395,10 @@ def open_stream(
 
     Raises:
         InvalidArgument: The URL, the policy or a key is malformed.
+        AccessDenied: Others than its owner may read the file of the signing key.
     """
+    if isinstance(signing_key, str | os.PathLike):
+        signing_key = read_signing_key(Path(signing_key))
     if isinstance(url, str | os.PathLike):
         url = open_store(os.fspath(url), single_writer=single_writer, retry_s=retry_s)
     return Stream(

@@ -96,13 +96,15 @@ def check_signature(
         if trusted:
             raise SignatureInvalid(
                 f"{what} is not signed",
-                hint="Someone wrote it without the publisher's key, or nobody signs this stream",
+                hint="Someone wrote it without the publisher's key; or nobody signs this stream: "
+                "then pin no key, or begin a signed stream at another URL",
             )
         return
     if trusted and signer not in trusted:
         raise SignatureInvalid(
             f"{what} is signed by {signer[:64]!r}, which is not a pinned key",
-            hint="Pin the key if it is the publisher's; otherwise someone else wrote it",
+            hint="If it is the publisher's, pin it too, or sign with the key that the stream began"
+            " with; otherwise someone else wrote it",
             signer=signer[:64],
         )
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from thinwire.checkpoint.disk import (
     os_errors,
@@ -16,11 +15,8 @@ from thinwire.checkpoint.disk import (
     write_all,
 )
 from thinwire.errors import AccessDenied, InvalidArgument
+from thinwire.stream.signing import SigningKey
 
-if TYPE_CHECKING:
-    from thinwire.stream.signing import SigningKey
-
-ENVIRONMENT = "THINWIRE_SIGNING_KEY"
 _MODE = 0o600
 _MAX_BYTES = 1 << 16
 
@@ -33,8 +29,6 @@ def read_signing_key(path: Path | None) -> SigningKey | None:
         InvalidArgument: It holds no signing key.
         StoreError: It cannot be read.
     """
-    from thinwire.stream.signing import SigningKey
-
     if path is None:
         return None
     with os_errors("cannot read the signing key", path):
