@@ -44,8 +44,8 @@ def _acquire(path: Path) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise BaseUnusable(
-                f"another process is updating {path.parent}",
-                hint="Wait until it has ended, then run the same command again",
+                f"another process is updating {path.parent}, or something else in this one",
+                hint="Wait until it has ended, or close the other publisher or follower",
                 path=str(path),
             ) from None
         except BaseException:

@@ -97,6 +97,8 @@ class Follower:
         # Unlike an event, it may be put to from a signal handler while this thread waits.
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._is_stopped = False
+        self._is_closed = False
+        self._is_told = False  # that there is nothing yet
         with ExitStack() as stack:
             stack.enter_context(self.sink.own())
             self._owning = stack.pop_all()
@@ -115,6 +117,7 @@ class Follower:
     def close(self) -> None:
         """Let go of the sink and end the lease."""
         self.stop()
+        self._is_closed = True
         self._owning.close()
         if self._leases is not None:
             self._leases.end()
@@ -159,6 +162,12 @@ class Follower:
             FormatError, ApplyError, StoreError: Something is not what it should be, and no other
                 way led to the target. The sink is at a whole version in any case.
         """
+        if self._is_closed:
+            raise InvalidArgument("this follower was closed", hint="Open another one")
+        if target != "latest" and (not isinstance(target, int) or isinstance(target, bool)):
+            raise InvalidArgument(
+                f"the target is {target!r}", hint='Give a version\'s number, or "latest"'
+            )
         found = self._catch_up(target, reset, on_bytes)
         self._lease(found.lineage, found.version)
         return found
@@ -349,8 +358,9 @@ class Follower:
             is_early = isinstance(error, NotFound) and self.sink.mark() is None
             if not (error.retryable or is_early):
                 raise
-            if not is_early:
+            if not is_early or not self._is_told:
                 self._refuse("", 0, error)
+            self._is_told = is_early
             return None
         return found
 

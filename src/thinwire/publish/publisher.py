@@ -85,6 +85,7 @@ class Publisher:
         create_stream(self.stream)
         self._sink = CheckpointSink(folder, workers=workers)
         self._observers = Observers(observer)
+        self._is_closed = False
         self._follower = Follower(
             self.stream,
             self._sink,
@@ -130,6 +131,7 @@ class Publisher:
 
     def close(self) -> None:
         """Stop the background thread after its piece of work, and let go of the folder."""
+        self._is_closed = True
         self._background.close()
         self._follower.close()
 
@@ -166,6 +168,7 @@ class Publisher:
                 finds out and goes on.
             ThinwireError: After any error the baseline is that of the last committed version.
         """
+        self._check_open()
         facts = _facts(step, metadata)._replace(on_bytes=on_bytes)
         opened = open_source(source)
         with self._background.paused():
@@ -197,6 +200,7 @@ class Publisher:
             InvalidArgument: The lineage has versions already.
             ThinwireError: As :meth:`publish`.
         """
+        self._check_open()
         facts = _facts(step, metadata)
         source = source_of(reference)
         if copy is None and source.kind == "folder":
@@ -258,6 +262,10 @@ class Publisher:
             )
         )
         return version
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InvalidArgument("this publisher was closed", hint="Open another one")
 
     def _go_on(self) -> None:
         """Bring the baseline to the head of the stream and prove it."""

@@ -19,7 +19,7 @@ from thinwire.codec.arrays import to_bits
 from thinwire.codec.container import Attachment
 from thinwire.codec.digest import xxh3_64
 from thinwire.codec.plan import Pair
-from thinwire.errors import InvalidArgument, TensorMismatch
+from thinwire.errors import InvalidArgument, TensorMismatch, ThinwireError
 
 TENSORS = Mapping[str, Any]
 # Weights files of a stream that begins with tensors have about this size.
@@ -101,7 +101,11 @@ class TensorSource:
         for name, array in tensors.items():
             if not isinstance(name, str):
                 raise InvalidArgument(f"a tensor's name is {type(name).__name__}, not text")
-            bits = to_bits(array)
+            try:
+                bits = to_bits(array)
+            except ThinwireError as error:
+                message = f"tensor {name!r}: {error.message}"
+                raise type(error)(message, hint=error.hint, **error.context) from None
             self._tensors[name] = _Tensor(bits.dtype, tuple(bits.shape), bits.data)
 
     def pairs(self, base: Checkpoint) -> tuple[list[Pair], list[Attachment]]:

@@ -133,21 +133,33 @@ def plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Metadata as JSON gives it back; scalars of numpy and torch are taken for what they hold.
 
     Raises:
-        InvalidArgument: It is not JSON, or too large.
+        InvalidArgument: It is not JSON, or too large; names the key.
     """
-    try:
-        data = msgspec.json.encode(dict(metadata), order="sorted", enc_hook=_scalar)
-        plain: dict[str, Any] = msgspec.json.decode(data)
-        is_same = plain == dict(metadata)
-    except (TypeError, ValueError, OverflowError, RecursionError, NotImplementedError) as error:
-        raise InvalidArgument(f"metadata is not JSON: {error}") from None
-    size = len(data)
-    if not is_same:
-        raise InvalidArgument("metadata does not survive JSON", hint="Use text, numbers and lists")
+    plain = {key: _plain(key, value) for key, value in metadata.items()}
+    size = len(msgspec.json.encode(plain, order="sorted"))
     if size > MAX_METADATA_BYTES:
         raise InvalidArgument(
             f"metadata takes {size} bytes; the limit is {MAX_METADATA_BYTES}",
             hint="Put large things into the checkpoint or elsewhere",
+        )
+    return plain
+
+
+def _plain(key: Any, value: Any) -> Any:
+    where = f"metadata[{key!r}]"
+    if not isinstance(key, str):
+        raise InvalidArgument(f"{where}: the key is {type(key).__name__}, not text")
+    try:
+        data = msgspec.json.encode(value, order="sorted", enc_hook=_scalar)
+        plain = msgspec.json.decode(data)
+        is_same = bool(plain == value)
+    except (TypeError, ValueError, OverflowError, RecursionError, NotImplementedError) as error:
+        raise InvalidArgument(f"{where} is not JSON: {error}") from None
+    if not is_same:
+        raise InvalidArgument(
+            f"{where} is {str(value)[:80]}, which JSON does not give back as it was",
+            hint="Use text, finite numbers, lists and tables; write NaN as None",
+            key=key,
         )
     return plain
 
