@@ -254,7 +254,9 @@ class ClockStore(StoreWrapper):
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[Entry]:
         for entry in super().list(prefix, after=after):
-            yield entry._replace(modified_s=self._times[entry.key])
+            # Between its writing and its noting by another thread, an object is new.
+            modified_s = self._times.get(entry.key, self.now_s)
+            yield entry._replace(modified_s=modified_s)
 
 
 class KeyedRandom(random.Random):
