@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,6 +51,7 @@ from thinwire.maintain import Maintainer, fsck
 from thinwire.maintain.maintainer import Work
 from thinwire.publish import Publisher
 from thinwire.store import open_store
+from thinwire.stream.events import Event, Refused
 from thinwire.stream.records import Policy
 from thinwire.testing.faults import NO_FAULTS, FaultStore, Rates
 
@@ -131,6 +132,11 @@ class Sink:
     cache: Path | None = None
     follower: Follower | None = None
     last: tuple[int, str] | None = None
+    refused: list[Refused] = field(default_factory=list)
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Refused):
+            self.refused.append(event)
 
 
 @dataclass
@@ -348,17 +354,44 @@ class Machine(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 3), at=st.integers(1, 12))
     def prune_amid(self, who: int, at: int) -> None:
-        """Objects go while a follower fetches them."""
+        """Objects go while a follower fetches them, which takes it longer than is allowed."""
+        sink = self.sinks[who]
+        with self._interrupted(at, lambda: self._go_on_and_prune(self.policy.grace_s + 2000)):
+            self._catch_up(sink, "latest")
+
+    @rule(who=st.integers(0, 3), at=st.integers(1, 12), is_new=st.booleans())
+    def prune_amid_in_time(self, who: int, at: int, is_new: bool) -> None:
+        """Things are dropped while a follower fetches them; it notices nothing of it."""
+        if self.policy.grace_s < 100 or not self._is_calm():
+            return
+        self.clock.now_s += 4000
+        if is_new:
+            self.begin_anew(who)
+        sink = self.sinks[who]
+        sink.refused.clear()
+        with self._interrupted(at, lambda: self._go_on_and_prune(1)):
+            found = self._catch_up(sink, "latest")
+        if not sink.tensors or not self._has_new_layout():
+            assert found is not None
+            assert not sink.refused
+
+    def _go_on_and_prune(self, seconds: int) -> None:
+        for _ in range(3):
+            self._publish(self._opened(self.trainers[0], False), 0.01, None)
+            self.clock.now_s += seconds
+            for who in range(2):
+                self._maintain(who)
+
+    @rule(at=st.integers(1, 40), seconds=st.sampled_from([1, 1000, 100_000]))
+    def maintain_amid_maintenance(self, at: int, seconds: int) -> None:
+        """One maintainer is suspended, so that another one takes over."""
 
         def act() -> None:
-            for _ in range(3):
-                self._publish(self._opened(self.trainers[0], False), 0.01, None)
-                self.clock.now_s += self.policy.grace_s + 2000
-                self._maintain(0)
+            self.clock.now_s += seconds
+            self._maintain(1)
 
-        sink = self.sinks[who]
         with self._interrupted(at, act):
-            self._catch_up(sink, "latest")
+            self._maintain(0)
 
     @rule(who=st.integers(0, 3), at=st.integers(1, 9))
     def publish_while_following(self, who: int, at: int) -> None:
@@ -629,6 +662,7 @@ class Machine(RuleBasedStateMachine):
                     cache_dir=sink.cache,
                     base=self.base,
                     accept_new_lineages=True,
+                    observer=sink,
                 )
             found = sink.follower.catch_up(target, reset=reset)
         except ThinwireError as error:
@@ -653,8 +687,7 @@ class Machine(RuleBasedStateMachine):
 
     def _check_refusal(self, sink: Sink, error: ThinwireError, target: Any, reset: bool) -> None:
         """In calm weather only what was asked for can be wrong."""
-        is_calm = not any(vars(r) != vars(NO_FAULTS) for r in self.faults._rates.values())
-        if not is_calm:
+        if not self._is_calm():
             return
         if sink.tensors and isinstance(error, TensorMismatch):
             assert self._has_new_layout()
@@ -695,6 +728,9 @@ class Machine(RuleBasedStateMachine):
         held = self._check_folder(folder, tensors)
         assert held == wanted
         shutil.rmtree(folder)
+
+    def _is_calm(self) -> bool:
+        return all(rates == NO_FAULTS for rates in self.faults._rates.values())
 
     def _has_new_layout(self) -> bool:
         """Whether tensors came or went. Who holds some only may then have to wait for an anchor."""

@@ -126,7 +126,8 @@ def test_follow_from_before_the_first_version(tmp_path: Path) -> None:
         follower.stop()
         following.ended.result(60)
     assert following.versions == [1, 2, 3]
-    assert recorder.of(Refused) == [], "that nothing is there yet is no failure"
+    told = [event.code for event in recorder.of(Refused)]
+    assert told == ["not-found"], "once: a URL may be misspelled, or the trainer not yet there"
 
 
 def test_follow_polls_without_being_woken(tmp_path: Path) -> None:

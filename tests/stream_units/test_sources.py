@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from thinwire.checkpoint import Checkpoint
 from thinwire.errors import InvalidArgument, TensorMismatch, ThinwireError
@@ -467,3 +468,19 @@ def test_objects_come_before_the_manifest(tmp_path: Path) -> None:
         order.clear()
         trainer.publish(stepped(model(), 1))
     assert order == ["put_file deltas"] * 3 + ["put_if_absent manifests", "put head.json"]
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """One wrong path must not turn a whole fleet into another model."""
+    store = DictStore()
+    with publisher(open_stream(store), tmp_path / "baseline") as trainer:
+        trainer.publish({"a": np.zeros(9000, np.float32), "b": np.ones(9, np.float32)})
+        save_file({"z": np.zeros(9000, np.float32)}, tmp_path / "other.safetensors")
+        (tmp_path / "other").mkdir()
+        save_file({"z": np.zeros(9000, np.float32)}, tmp_path / "other" / "model.safetensors")
+        for other in ("other", "other.safetensors"):
+            with pytest.raises(TensorMismatch):
+                trainer.publish(tmp_path / other)
+        assert trainer.publish({"a": np.ones(9000, np.float32), "b": np.ones(9, np.float32)})
+        assert trainer.head is not None
+        assert trainer.head.version == 2

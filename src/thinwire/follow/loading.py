@@ -36,7 +36,8 @@ def check_room(folder: Path, needed_bytes: int, limit_bytes: int | None, what: s
     free = shutil.disk_usage(folder).free
     if needed_bytes + _SPARE_BYTES > free:
         raise Unavailable(
-            f"{what} needs {needed_bytes} bytes in {folder}, where {free} are free",
+            f"{what} needs {needed_bytes} bytes in {folder} and {_SPARE_BYTES} to spare, where "
+            f"{free} are free",
             hint="Free some space",
         )
 

@@ -186,8 +186,7 @@ class CheckpointSink:
         if foreign:
             raise InvalidArgument(
                 f"{self.folder} holds {foreign[0]!r}, which thinwire did not put there",
-                hint="Give an empty folder. To start from a model that is already here, give it "
-                "as the base",
+                hint="Give an empty folder, or one that thinwire made",
                 path=str(self.folder),
             )
 

@@ -22,6 +22,7 @@ from thinwire.errors import (
     CommitConflict,
     Fenced,
     InvalidArgument,
+    TensorMismatch,
     ThinwireError,
 )
 from thinwire.follow import CheckpointSink, Mark, Stream
@@ -163,6 +164,7 @@ class VersionMaker:
         if layout_of(baseline) != mark.layout:
             raise self._changed(mark)
         pairs, attachments = source.pairs(baseline)
+        _check_same_model(pairs)
         shards = self._encode(pairs, attachments, facts.on_bytes)
         try:
             with shards.open() as delta:
@@ -269,6 +271,24 @@ class VersionMaker:
             with suppress(ThinwireError):
                 self._store.delete(names)
             raise
+
+
+def _check_same_model(pairs: Sequence[Pair]) -> None:
+    """A checkpoint may gain, lose and reshape tensors; some of it must stay: or it is a wrong path.
+
+    Raises:
+        TensorMismatch: It is another model.
+    """
+    old = sum(pair.base.size for pair in pairs if pair.base is not None)
+    new = sum(pair.new.size for pair in pairs if pair.new is not None)
+    both = sum(p.base.size for p in pairs if p.base is not None and p.new is not None)
+    if 10 * both < max(old, new):
+        raise TensorMismatch(
+            "this is another model: less than a tenth of its weights lie in tensors that the stream "
+            "has by name, dtype and shape",
+            hint="Check the path. If it was meant, begin a new lineage (new_lineage=True, "
+            "--new-lineage) or another stream",
+        )
 
 
 def _as_new(files: Mapping[str, Path]) -> list[Pair]:
