@@ -164,3 +164,19 @@ def test_lineages(stream: Lab, run: Run) -> None:
     assert "--accept-new-lineages" in refused.stderr
     assert run("follow", stream.url, folder, "--once", "--accept-new-lineages").exit_code == 0
     assert (folder / "model.safetensors").read_bytes() == stream.weights(1)
+
+
+def test_a_command_runs_while_the_folder_rests(lab: Lab, run: Run) -> None:
+    publish_some(lab, 1, 2)
+    seen = lab.root / "seen"
+    script = lab.root / "reload.sh"
+    script.write_text(
+        f'#!/bin/sh\necho "$THINWIRE_VERSION $THINWIRE_FOLDER" >> {seen}\necho noise\n'
+    )
+    script.chmod(0o755)
+    done = run("follow", lab.url, lab.root / "f", "--once", "--json", "--exec", script)
+    assert done.exit_code == 0
+    assert read_json(done)["version"] == 2
+    assert seen.read_text() == f"2 {(lab.root / 'f').absolute()}\n"
+    done = run("follow", lab.url, lab.root / "f", "--once", "--exec", "/no/such/command")
+    assert done.exit_code == 2

@@ -26,6 +26,7 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import InvalidArgument
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -487,7 +488,7 @@ class Machine(RuleBasedStateMachine):
             self._join(back, None)
         self._join(0, ["layers.0.*"])
         report = fsck(open_stream(self.raw), deep=True, base=self.base)
-        assert report.is_whole, report.problems
+        assert report.is_whole, "\n".join(map(str, report.problems))
         assert report.version_count == len(versions)
         self._check_orphans()
 
@@ -596,6 +597,7 @@ class Machine(RuleBasedStateMachine):
         step = next(self.steps)
         self.weights = stepped(self.weights, step, share) if share else self.weights
         names, file_count = LAYOUTS[layout or "plain"]
+        self._look()
         head = trainer.publisher.head
         if layout is None and head is not None:
             # Tensors by name are those that were there before.
@@ -863,7 +865,8 @@ def test_the_protocol_holds_whatever_happens() -> None:
             max_examples=EXAMPLES or 75,
             stateful_step_count=25,
             derandomize=not EXAMPLES,
-            database=None,
+            # A long run is to be gone on with: what failed is kept and tried first.
+            database=DirectoryBasedExampleDatabase(".hypothesis/model") if EXAMPLES else None,
             deadline=None,
             print_blob=True,
             report_multiple_bugs=False,

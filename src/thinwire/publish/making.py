@@ -284,8 +284,8 @@ def _check_same_model(pairs: Sequence[Pair]) -> None:
     both = sum(p.base.size for p in pairs if p.base is not None and p.new is not None)
     if 10 * both < max(old, new):
         raise TensorMismatch(
-            "this is another model: less than a tenth of its weights lie in tensors that the stream "
-            "has by name, dtype and shape",
+            "this is another model: less than a tenth of its weights lie in tensors that the "
+            "stream has by name, dtype and shape",
             hint="Check the path. If it was meant, begin a new lineage (new_lineage=True, "
             "--new-lineage) or another stream",
         )
