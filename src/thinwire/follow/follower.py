@@ -26,10 +26,11 @@ from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES, Fetcher
 from thinwire.follow.guard import Guard
 from thinwire.follow.install import Content
 from thinwire.follow.leases import LeaseKeeper
+from thinwire.follow.opening import open_stream
 from thinwire.follow.selection import Selection
 from thinwire.follow.sink import CheckpointSink, Sink
 from thinwire.follow.steps import Step
-from thinwire.follow.stream import Stream, open_stream
+from thinwire.follow.stream import Stream
 from thinwire.follow.travel import Traveller
 from thinwire.follow.walking import Walker
 from thinwire.stream.events import Observer, Observers, Refused

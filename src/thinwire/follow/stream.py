@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -19,8 +17,7 @@ from thinwire.errors import (
     SignatureInvalid,
     StreamError,
 )
-from thinwire.follow.key_files import read_signing_key
-from thinwire.store import Store, open_store
+from thinwire.store import Store
 from thinwire.stream import keys
 from thinwire.stream.encoding import (
     MAX_MANIFEST_BYTES,
@@ -365,46 +362,3 @@ class Stream:
 
     def _name(self, key: str) -> str:
         return f"{self.url}/{key}"
-
-
-def open_stream(
-    url: str | os.PathLike[str] | Store,
-    *,
-    model: str = "",
-    policy: Policy | None = None,
-    signing_key: SigningKey | str | os.PathLike[str] | None = None,
-    trusted_keys: Collection[str] = (),
-    single_writer: bool = False,
-    retry_s: float = 60.0,
-) -> Stream:
-    """Open the stream at ``url``, which need not exist yet: its first publisher makes it.
-
-    Args:
-        url: ``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``, a folder's path, or a
-            :class:`thinwire.store.Store`. Credentials come from the usual environment only.
-        model: The model's name, kept in the stream when it is made.
-        policy: How the stream is looked after, kept in it when it is made; later on
-            :func:`thinwire.set_policy` changes it.
-        signing_key: For publishers and maintainers: they sign with it. A key, or the path of a file
-            that ``thinwire keygen`` made.
-        trusted_keys: Public keys to pin: whatever is not signed by one of them is refused. With a
-            signing key and none of these, its own public key is pinned.
-        single_writer: The caller vouches that only one process ever writes, so that a store
-            without put-if-absent will do.
-        retry_s: How long to retry what may be a passing failure of the store.
-
-    Raises:
-        InvalidArgument: The URL, the policy or a key is malformed.
-        AccessDenied: Others than its owner may read the file of the signing key.
-    """
-    if isinstance(signing_key, str | os.PathLike):
-        signing_key = read_signing_key(Path(signing_key))
-    if isinstance(url, str | os.PathLike):
-        url = open_store(os.fspath(url), single_writer=single_writer, retry_s=retry_s)
-    return Stream(
-        url,
-        model=model,
-        policy=policy,
-        signing_key=signing_key,
-        trusted_keys=trusted_keys,
-    )
