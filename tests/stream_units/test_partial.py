@@ -11,8 +11,10 @@ from thinwire.codec.plan import SMALL_WORDS
 from thinwire.errors import ChecksumMismatch, InvalidArgument, TensorMismatch
 from thinwire.follow import Follower, open_stream
 from thinwire.follow.selection import Selection, is_held
+from thinwire.maintain import Maintainer
 from thinwire.store import CountingStore
 from thinwire.stream.events import Refused
+from thinwire.stream.records import Policy
 
 from .making import (
     Arrays,
@@ -215,3 +217,28 @@ def test_patterns_that_match_nothing(whole: DictStore, tmp_path: Path) -> None:
     ):
         follower.catch_up()
     assert held(tmp_path / "f") == {}
+
+
+def test_a_new_layout_never_leads_backwards(tmp_path: Path) -> None:
+    """The only anchor, and the merged delta from it, are older than what is held."""
+    store = DictStore()
+    stream = open_stream(store, policy=Policy(merge_levels=(2,)))
+    first, second, _, arrays = layouts(tmp_path)
+    middle = stepped(arrays[0], 5)
+    with (
+        publisher(stream, tmp_path / "baseline") as trainer,
+        Follower(open_stream(store), tmp_path / "sink", tensors=["layers.0.*"]) as follower,
+    ):
+        trainer.publish(first)
+        trainer.publish(middle)
+        assert follower.catch_up().version == 2
+        trainer.publish(second)
+        with Maintainer(open_stream(store), tmp_path / "work") as maintainer:
+            assert maintainer.run_once().merge_count == 1
+        for _ in range(2):
+            with pytest.raises(TensorMismatch):
+                follower.catch_up()
+            held_version = follower.version()
+            assert held_version is not None
+            assert held_version.version == 2
+        assert held(tmp_path / "sink") == part(middle, "layers.0.weight")

@@ -81,11 +81,16 @@ class Router:
         self._avoided.clear()
         self.pruned = None
 
-    def way(self, mark: Mark | None, wanted: Manifest) -> Way:
+    def way(self, mark: Mark | None, wanted: Manifest, after: int = 0) -> Way:
         """The cheapest way from what is held to a version, each step linked to the one before.
 
         The catalog is a hint. What it names is looked at before it is used, and where it leads
         nowhere, a listing shows what there is.
+
+        Args:
+            mark: What is held; None: nothing that a way could begin with.
+            wanted: The version.
+            after: Use only anchors of later versions than this one.
 
         Raises:
             HistoryPruned: There is no way.
@@ -94,16 +99,16 @@ class Router:
         """
         catalog = self._stream.catalog(wanted.lineage)
         try:
-            return self._plan(mark, wanted, catalog)
+            return self._plan(mark, wanted, catalog, after)
         except HistoryPruned as error:
             if not self._avoided:
                 self.pruned = error
             try:
-                return self._plan(mark, wanted, self._stream.listed(wanted.lineage))
+                return self._plan(mark, wanted, self._stream.listed(wanted.lineage), after)
             except HistoryPruned:
                 raise error from None
 
-    def _plan(self, mark: Mark | None, wanted: Manifest, catalog: Catalog) -> Way:
+    def _plan(self, mark: Mark | None, wanted: Manifest, catalog: Catalog, after: int) -> Way:
         if catalog.is_over:
             raise HistoryPruned(
                 f"the lineage of version {wanted.version} ended, and nothing of it is kept",
@@ -113,7 +118,7 @@ class Router:
         have = mark.link if mark is not None and mark.lineage == wanted.lineage else None
         begin = self._begin(wanted) if have is None else None
         while True:
-            options = self._options(catalog, begin, wanted)
+            options = self._options(catalog, begin, wanted, after)
             route = plan_route(None if have is None else have.version, wanted.version, options)
             try:
                 legs = self._resolve(route, begin, have, wanted)
@@ -180,7 +185,9 @@ class Router:
             return wanted
         return self._stream.manifest(wanted.lineage, wanted.first)
 
-    def _options(self, catalog: Catalog, begin: Manifest | None, wanted: Manifest) -> Options:
+    def _options(
+        self, catalog: Catalog, begin: Manifest | None, wanted: Manifest, after: int
+    ) -> Options:
         anchors = {hint.version: hint.size for hint in catalog.anchors}
         if begin is not None:
             self._add_begin(anchors, begin, catalog.steps_from)
@@ -190,7 +197,8 @@ class Router:
             anchors={
                 version: size
                 for version, size in anchors.items()
-                if not {("anchor", 0, version), ("reference", 0, version)} & avoided
+                if version > after
+                and not {("anchor", 0, version), ("reference", 0, version)} & avoided
             },
             merges={m: size for m, size in merges.items() if ("merge", *m) not in avoided},
             steps_from=max(wanted.first, catalog.steps_from),

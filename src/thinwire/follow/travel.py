@@ -110,10 +110,16 @@ class Traveller:
         for _ in range(_MAX_DETOURS):
             if mark is not None and mark.link == target:
                 return mark.to_version()
-            if isinstance(last, BaseMismatch | TensorMismatch):
-                mark = None
+            start, after = mark, 0
+            if isinstance(last, TensorMismatch) and mark is not None and mark.tensors:
+                # A part of the model is right, and a step does not fit it, because tensors came or
+                # went: from an anchor, but never backwards.
+                start, after = None, mark.version
+            elif isinstance(last, BaseMismatch | TensorMismatch):
+                # What is held is not what its mark says: anything is better.
+                start = mark = None
             try:
-                way = self.router.way(mark, wanted)
+                way = self.router.way(start, wanted, after)
             except (HistoryPruned, NotFound) as error:
                 if last is None:
                     raise
@@ -121,7 +127,7 @@ class Traveller:
                 raise (self.router.pruned or last) from error
             self._on_way(wanted.lineage, way.begins)
             try:
-                for version in self._walker.walk(way.steps, mark, on_bytes):
+                for version in self._walker.walk(way.steps, start, on_bytes):
                     # Only what was reached from here on is known to be right.
                     mark = self._guard.mark()
                     last = None
