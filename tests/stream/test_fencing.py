@@ -18,7 +18,9 @@ from thinwire.errors import (
     BaseUnusable,
     CommitConflict,
     Fenced,
+    HistoryPruned,
     LineageChanged,
+    NotFound,
     ThinwireError,
     Unavailable,
 )
@@ -26,6 +28,7 @@ from thinwire.follow import Follower, Stream, open_stream
 from thinwire.maintain import Maintainer, fsck
 from thinwire.publish import Publisher
 from thinwire.store import CountingStore, Store, open_store
+from thinwire.stream.events import Event, Refused
 from thinwire.stream.records import Policy
 from thinwire.stream.version import Version
 from thinwire.testing.faults import NO_FAULTS, FaultStore, Rates
@@ -654,6 +657,85 @@ class TestNewLineage:
         old.close()
         new.close()
         assert_whole(faults)
+
+
+class TestPruning:
+    @pytest.mark.parametrize("has_lease", [False, True])
+    @pytest.mark.parametrize("is_behind", [False, True])
+    def test_what_was_dropped_stays_for_those_who_are_fetching_it(
+        self,
+        clock: ClockStore,
+        faults: FaultStore,
+        tmp_path: Path,
+        is_behind: bool,
+        has_lease: bool,
+    ) -> None:
+        """At every moment of a fetch everything that it uses is dropped, and it misses nothing."""
+        policy = Policy(
+            merge_levels=[2], anchor_every=2, keep_versions=1, keep_age_s=0, grace_s=100
+        )
+        arrays = first_arrays()
+        steps = itertools.count(1)
+        own = Publisher(open_stream(clock, policy=policy), tmp_path / "own", maintain=False)
+        work = Maintainer(open_stream(clock), tmp_path / "work")
+
+        def go_on(count: int, *, is_tidied: bool) -> None:
+            nonlocal arrays
+            for _ in range(count):
+                arrays = stepped(arrays, next(steps))
+                own.publish(arrays, step=1)
+                clock.now_s += 1
+                if is_tidied:
+                    work.run_once()
+
+        go_on(3, is_tidied=True)
+        dropped = 0
+        for at in range(1, 16):
+            sink = tmp_path / f"sink-{at}"
+            if is_behind:
+                with Follower(open_stream(clock), sink, lease=False) as follower:
+                    follower.catch_up()
+                go_on(1, is_tidied=False)
+            clock.now_s += 4000
+            refused = Refusals()
+            left = [at]
+
+            def hook(when: str, operation: str, key: str, left: list[int] = left) -> None:
+                if when == "before":
+                    left[0] -= 1
+                    if left[0] == 0:
+                        go_on(2, is_tidied=True)
+
+            faults.hook = hook
+            before = set(objects(clock))
+            with Follower(open_stream(faults), sink, observer=refused, lease=has_lease) as follower:
+                try:
+                    follower.catch_up()
+                except (HistoryPruned, NotFound):
+                    # What a joiner wanted was dropped before it knew where that lies.
+                    assert not is_behind
+                    refused.events.clear()
+                assert not refused.events, refused.events
+                faults.hook = lambda when, operation, key: None
+                assert follower.catch_up() == own.head
+            assert read_checkpoint(sink) == content_of(arrays)
+            clock.now_s += 4000
+            work.run_once()
+            dropped += len(before - set(objects(clock)))
+        assert dropped > 15
+        own.close()
+        work.close()
+        report = fsck(open_stream(clock), deep=True)
+        assert report.is_whole, report.problems
+
+
+class Refusals:
+    def __init__(self) -> None:
+        self.events: list[Refused] = []
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Refused):
+            self.events.append(event)
 
 
 class Retrying:

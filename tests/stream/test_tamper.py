@@ -370,7 +370,7 @@ class TestWholeBucket:
 
     def test_another_history_under_a_follower_that_runs(self, bucket: Bucket, fast: Path) -> None:
         store = DictStore(bucket.times["six"])
-        for version in range(3, 7):
+        for version in range(3, 6):
             store.objects = dict(bucket.times["six"])
             sink = fast / str(version)
             with bucket.follower(store, sink, False) as follower:
@@ -433,15 +433,18 @@ class TestWholeBucket:
                 assert not report.is_whole, f"{describe(key)} {'removed' if is_removed else ''}"
 
 
+@pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("harm", ["middle bit", "cut", "longer", "empty"])
-def test_the_cache_that_followers_share(unsigned: Bucket, fast: Path, harm: str) -> None:
+def test_the_cache_that_followers_share(
+    unsigned: Bucket, fast: Path, harm: str, part: bool
+) -> None:
     """Anybody on the host may write there: a block is proved again when it is taken out."""
     store = DictStore(unsigned.objects)
     for number in range(2):
-        cache = fast / "cache"
-        with unsigned.follower(store, fast / str(number), False, cache_dir=cache) as follower:
+        cache, sink = fast / "cache", fast / str(number)
+        with unsigned.follower(store, sink, part, cache_dir=cache) as follower:
             assert follower.catch_up().version == 10
-        assert check(unsigned, fast / str(number), {}, False) == 10
+        assert check(unsigned, sink, {}, part) == 10
         blocks = [path for path in cache.rglob("*") if path.is_file() and path.stat().st_size]
         assert blocks
         for path in blocks:
@@ -641,13 +644,14 @@ class TestUnsigned:
             for name in ("none", "at-3", "at-3-part", "none-part"):
                 if claims and name == "none-part":
                     continue
-                sink = unsigned.sink(name, fast / "sink")
                 part = name.endswith("part")
-                with unsigned.follower(DictStore(objects), sink, part) as follower:
-                    for version in (4, 5, 6):
-                        assert follower.catch_up(version).version == version
-                        assert check(unsigned, sink, {}, part) == version
-                shutil.rmtree(sink)
+                for targets in ([4, 5, 6], [6]):
+                    sink = unsigned.sink(name, fast / "sink")
+                    with unsigned.follower(DictStore(objects), sink, part) as follower:
+                        for version in targets:
+                            assert follower.catch_up(version).version == version
+                            assert check(unsigned, sink, {}, part) == version
+                    shutil.rmtree(sink)
 
     def test_other_files_under_right_digests(self, unsigned: Bucket, fast: Path) -> None:
         """The weights are right, and config.json is not: that is another model, too."""
@@ -786,7 +790,7 @@ def place_of(key: str) -> str:
 
 def renames(key: str) -> list[str]:
     """Other names that the object could be found under."""
-    found = re.findall(r"\d{12}", key)
+    found = versions_in(key)
     new = [f"{key}.json", f"elsewhere/{key}"]
     for number in found[:1]:
         new += [key.replace(number, f"{int(number) + by:012d}") for by in (-1, 1, 5)]
@@ -798,9 +802,14 @@ def renames(key: str) -> list[str]:
     return new
 
 
+def versions_in(key: str) -> list[str]:
+    """The versions that a key names, as they stand there; digits in random ids are none."""
+    return re.findall(r"(?<![0-9a-f])\d{12}(?![0-9a-f])", key)
+
+
 def is_replaceable(key: str) -> bool:
     """Whether it is a merge or a later anchor, or a part of one."""
-    found = re.findall(r"\d{12}", key)
+    found = versions_in(key)
     if "/deltas/" in key:
         return int(found[1]) - int(found[0]) > 1
     if "/anchors/" in key:
