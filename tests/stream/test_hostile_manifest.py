@@ -64,7 +64,7 @@ class Honest:
     def __init__(self, root: Path) -> None:
         self.root = root
         store = DictStore()
-        policy = Policy(merge_levels=[2, 4], anchor_every=3)
+        policy = Policy(merge_levels=(2, 4), anchor_every=3)
         self.arrays: dict[int, Arrays] = {}
         arrays = first_arrays()
         with Publisher(open_stream(store, policy=policy), root / "p", maintain=False) as publisher:

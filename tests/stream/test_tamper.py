@@ -50,7 +50,7 @@ from .making import (
 )
 
 KEY, OTHER_KEY = SigningKey.generate(), SigningKey.generate()
-POLICY = Policy(merge_levels=[2, 4], anchor_every=3)
+POLICY = Policy(merge_levels=(2, 4), anchor_every=3)
 FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 PARTS = ["layers.1.*"]
 Objects = dict[str, bytes]
@@ -224,7 +224,7 @@ def attack(
         try:
             version = check(bucket, sink, before, part)
             if not isinstance(result, ThinwireError):
-                assert result.version == version  # type: ignore[attr-defined]
+                assert result.version == version
             # Whatever it was, once it is mended the follower goes on. What a stream says of
             # itself is read once.
             store.objects = dict(bucket.objects)
@@ -351,7 +351,7 @@ class TestWholeBucket:
             store.objects = dict(bucket.times["six"])
             for target in ("latest", 6, 3):
                 with suppress(ThinwireError):
-                    assert follower.catch_up(target).version == 10  # type: ignore[arg-type]
+                    assert follower.catch_up(target).version == 10
                 assert sink_bytes(fast / "f") == before
 
     def test_another_history(self, bucket: Bucket, fast: Path) -> None:
@@ -467,7 +467,7 @@ class TestWithoutTheKey:
                         if reset and not name.startswith("none"):
                             continue
                         with pytest.raises((SignatureInvalid, NotFound, LineageChanged)) as found:
-                            follower.catch_up(target, reset=reset)  # type: ignore[arg-type]
+                            follower.catch_up(target, reset=reset)
                         if target == "latest":
                             assert isinstance(found.value, SignatureInvalid), repr(found.value)
                         assert sink_bytes(sink) == before

@@ -15,6 +15,7 @@ from thinwire.errors import (
     BaseMismatch,
     Deadline,
     FormatError,
+    HistoryPruned,
     InvalidArgument,
     LineageChanged,
     NotFound,
@@ -40,6 +41,7 @@ from thinwire.stream.version import Version
 
 # A stream that was set back shows no newer version: so look for our own now and then.
 _LOOKS_PER_DOUBT = 64
+_MAX_CHASES = 4
 
 
 class Follower:
@@ -99,6 +101,7 @@ class Follower:
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._is_stopped = False
         self._is_closed = False
+        self._wanted_version = 0
         self._is_told = False  # that there is nothing yet
         with ExitStack() as stack:
             stack.enter_context(self.sink.own())
@@ -169,7 +172,16 @@ class Follower:
             raise InvalidArgument(
                 f"the target is {target!r}", hint='Give a version\'s number, or "latest"'
             )
-        found = self._catch_up(target, reset, on_bytes)
+        for chase in range(_MAX_CHASES):
+            try:
+                found = self._catch_up(target, reset, on_bytes)
+                break
+            except (HistoryPruned, NotFound):
+                # The newest version may have moved on, and what led to it been pruned, meanwhile.
+                head = self.stream.tip().head if target == "latest" else None
+                is_same = head is None or head.version == self._wanted_version
+                if is_same or chase == _MAX_CHASES - 1:
+                    raise
         self._lease(found.lineage, found.version)
         return found
 
@@ -319,6 +331,7 @@ class Follower:
         wanted = tip.head
         if target != "latest":
             wanted = self._traveller.router.find(target, tip.head)
+        self._wanted_version = wanted.version
         if mark is not None and not reset:
             self._guard.check_direction(mark, wanted)
         if mark is not None and mark.version > wanted.version:

@@ -246,6 +246,8 @@ class _Check:
         for manifest in lineage.steps:
             with self._noting(f"version {manifest.version}"):
                 yield step_of_version(manifest, url)
+        if lineage.inventory.is_over:
+            return
         for pair in lineage.inventory.merges:
             with self._noting(f"merged delta {pair[0]} to {pair[1]}"):
                 merge = self._merge(lineage, pair)

@@ -242,8 +242,18 @@ class Maintainer:
     ) -> tuple[int, Removed]:
         """Prune and collect, in this lineage and in those that ended."""
         policy = self.stream.record().policy
-        dropped = prune(self.stream, inventory, oldest, _step_bytes(head), now_s)
-        removed = collect(self.stream, inventory, head.version, policy, now_s)
+        pruned = prune(self.stream, inventory, oldest, _step_bytes(head), now_s)
+        dropped, removed = pruned or 0, Removed(0, 0)
+        if pruned is None:
+            self._note_failure(
+                NotFound(
+                    f"{self.stream.url}: an anchor or a merged delta is listed, and its objects "
+                    "are missing; nothing is removed in this round",
+                    hint="`thinwire fsck` says which",
+                )
+            )
+        else:
+            removed = collect(self.stream, inventory, head.version, policy, now_s)
         lineage, begin = inventory.begin.previous, inventory.begin
         while lineage and begin.base is not None:
             end = self.stream.require(lineage, begin.base)

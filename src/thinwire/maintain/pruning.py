@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
-from thinwire.errors import HistoryPruned, NotFound, Truncated, VersionGap
+from thinwire.errors import HistoryPruned, NotFound, VersionGap
 from thinwire.follow import Stream
 from thinwire.follow.steps import Step, step_of_anchor, step_of_merge, step_of_version
 from thinwire.maintain.inventory import Inventory
@@ -24,22 +24,29 @@ class Removed(NamedTuple):
     payload_bytes: int
 
 
-def prune(stream: Stream, inventory: Inventory, oldest: int, step_bytes: int, now_s: float) -> int:
+def prune(
+    stream: Stream, inventory: Inventory, oldest: int, step_bytes: int, now_s: float
+) -> int | None:
     """Drop the references to what is not needed to keep every version from ``oldest`` reachable.
 
     The objects stay until :func:`collect` finds that they were dropped long enough ago.
 
     Returns:
-        How many merged deltas and anchors, and whether step deltas, were dropped.
+        How many merged deltas and anchors, and whether step deltas, were dropped; None: something
+        that should be there is missing. Then nothing may be collected on the word of this
+        inventory, from which it was taken out.
     """
+    is_sure = True
     while True:
         try:
             kept = decide_kept(oldest, inventory.begin.version, inventory.options(step_bytes))
         except HistoryPruned:
-            return 0
+            return 0 if is_sure else None
         retired = list(_retire(inventory, kept, int(now_s * 1000)))
         if not retired or _is_whole(stream, inventory, kept):
-            return _drop(stream, inventory, retired)
+            dropped = _drop(stream, inventory, retired)
+            return dropped if is_sure else None
+        is_sure = False
 
 
 def _is_whole(stream: Stream, inventory: Inventory, kept: Kept) -> bool:
@@ -69,10 +76,11 @@ def _is_whole(stream: Stream, inventory: Inventory, kept: Kept) -> bool:
 
 
 def _are_there(stream: Stream, step: Step) -> bool:
+    """Whether every object of a step is there. A short answer says nothing, and is raised."""
     try:
         for wanted in (*step.shards, *step.files.values()):
-            stream.store.get_range(wanted.key, 0, wanted.record.size and 1)
-    except (NotFound, Truncated):
+            stream.store.get_range(wanted.key, 0, 0)
+    except NotFound:
         return False
     return True
 
@@ -136,12 +144,15 @@ def collect(
     lineage = inventory.begin.lineage
     guard = _Guard(stream, inventory, limit_s, head if has_ended else None)
     doomed: list[Entry] = []
+    references: list[str] = []
     deltas = stream.store.list(keys.deltas(lineage))
     for name, entries in _folders(deltas, keys.deltas(lineage)):
         versions = keys.versions_of(name)
         if versions is not None and versions[1] <= head and all_old(entries, limit_s):
             wanted = guard.shards(*versions, entries)
             doomed += [entry for entry in entries if entry.key not in wanted]
+            if inventory.is_over and not wanted:
+                references.append(keys.merge(lineage, *versions))
     anchors = stream.store.list(keys.anchors(lineage))
     for name, entries in _folders(anchors, keys.anchors(lineage)):
         version = keys.version_of(name.partition("-")[0])
@@ -151,6 +162,10 @@ def collect(
             continue
         if not guard.needs_anchor(version, name.partition("-")[2]):
             doomed += entries
+            if inventory.is_over:
+                references.append(keys.anchor(lineage, version))
+    # A listing may have hidden them when the lineage was given up; most are gone already.
+    stream.store.delete(references)
     stream.store.delete([entry.key for entry in doomed])
     inventory.publish(stream, forget_before_ms=int(limit_s * 1000))
     return Removed(len(doomed), sum(entry.size_bytes for entry in doomed))
