@@ -227,7 +227,8 @@ class CountingStore(StoreWrapper):
     def delete(self, keys: Iterable[str]) -> None:
         """See ``Store.delete``."""
         all_keys = list(keys)
-        self._request("delete", max(1, -(-len(all_keys) // PAGE)))
+        if all_keys:  # else nothing is sent
+            self._request("delete", -(-len(all_keys) // PAGE))
         self._store.delete(all_keys)
 
     def _request(self, operation: str, count: int = 1) -> None:
