@@ -155,6 +155,8 @@ struct Codec {
 };
 
 using Positions = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using MutablePositions = nb::ndarray<uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 template <class W>
 void swap_at(uint8_t* base, const uint32_t* positions, uint8_t* words, size_t count) {
@@ -186,6 +188,47 @@ void swap_words(const std::vector<std::tuple<MutableBytes, Positions, MutableByt
       default: swap_at<uint64_t>(base.data(), positions.data(), words.data(), positions.size());
     }
   }
+}
+
+// Checks what both finders are given; returns how many words there are, and the kernels.
+std::pair<size_t, const thinwire::Kernels*> check_find(size_t count, const Bytes& base, size_t word_bytes,
+                                                       const MutablePositions& positions, const MutableBytes& words,
+                                                       const std::string& instructions) {
+  for (const uint8_t* data : {base.data(), static_cast<const uint8_t*>(words.data())}) {
+    if (reinterpret_cast<uintptr_t>(data) % word_bytes) throw nb::value_error("the buffer is not aligned");
+  }
+  if (base.size() != count * word_bytes) throw nb::value_error("base and new differ in size");
+  if (count > thinwire::kMaxChunkElements) throw nb::value_error("a chunk holds at most 2**20 words");
+  if (positions.size() < count || words.size() < base.size()) throw nb::value_error("there is no room for every word");
+  const auto* kernels =
+      instructions.empty() ? &thinwire::best_kernels() : thinwire::kernels_named(instructions.c_str());
+  if (!kernels) throw nb::value_error("this processor does not run that instruction set");
+  return {count, kernels};
+}
+
+// How many words differ; their positions and new values are written to the front of `positions` and `words`.
+size_t find_changes(const Bytes& base, const Bytes& changed, size_t word_bytes, const MutablePositions& positions,
+                    const MutableBytes& words, const std::string& instructions) {
+  if (word_bytes != 1 && word_bytes != 2 && word_bytes != 4 && word_bytes != 8)
+    throw nb::value_error("word_bytes must be 1, 2, 4 or 8");
+  if (changed.size() % word_bytes || reinterpret_cast<uintptr_t>(changed.data()) % word_bytes)
+    throw nb::value_error("new is not a whole number of words, or not aligned");
+  const auto [count, kernels] =
+      check_find(changed.size() / word_bytes, base, word_bytes, positions, words, instructions);
+  nb::gil_scoped_release release;
+  return kernels->find_changes(base.data(), changed.data(), count, word_bytes, positions.data(), words.data());
+}
+
+// Likewise of FP32 rounded to BF16 beside BF16; None where one is not a number.
+std::optional<size_t> find_rounded_changes(const Bytes& base, const Floats& changed, const MutablePositions& positions,
+                                           const MutableBytes& words, const std::string& instructions) {
+  const auto [count, kernels] = check_find(changed.size(), base, 2, positions, words, instructions);
+  size_t found;
+  {
+    nb::gil_scoped_release release;
+    found = kernels->find_rounded_changes(base.data(), changed.data(), count, positions.data(), words.data());
+  }
+  return found == thinwire::kFoundNan ? std::nullopt : std::optional<size_t>(found);
 }
 
 }  // namespace
@@ -238,6 +281,10 @@ NB_MODULE(_native, m) {
         return thinwire::best_kernels().digest(data.data(), data.size());
       },
       "data"_a.noconvert());
+  m.def("find_changes", &find_changes, "base"_a.noconvert(), "new"_a.noconvert(), "word_bytes"_a,
+        "positions"_a.noconvert(), "words"_a.noconvert(), "instructions"_a = "");
+  m.def("find_rounded_changes", &find_rounded_changes, "base"_a.noconvert(), "new"_a.noconvert(),
+        "positions"_a.noconvert(), "words"_a.noconvert(), "instructions"_a = "");
   m.def("swap_words", &swap_words, "items"_a,
         "Exchanges words at positions with those kept beside; all of them, or none where an item is malformed.");
   m.def("instruction_sets", [] {

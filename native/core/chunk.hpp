@@ -86,7 +86,15 @@ struct Kernels {
   EncodeResult (*encode)(const EncodeJob&, const Layout&);
   DecodeResult (*decode)(const DecodeJob&, const Layout&);
   uint64_t (*digest)(const uint8_t*, size_t);
+  // Lists positions and new words of what differs; both have room for `count`.
+  size_t (*find_changes)(const void* base, const void* changed, size_t count, size_t word_bytes, uint32_t* positions,
+                         void* words);
+  // Likewise of FP32 rounded to BF16, beside BF16; kFoundNan where one is not a number: which bits such a one is
+  // rounded to is for the trainer's own library to say.
+  size_t (*find_rounded_changes)(const void* base, const float* changed, size_t count, uint32_t* positions,
+                                 void* words);
 };
+inline constexpr size_t kFoundNan = ~size_t{0};
 extern const Kernels kScalarKernels;
 #ifdef THINWIRE_X86
 extern const Kernels kAvx2Kernels, kAvx512Kernels;

@@ -137,6 +137,7 @@ struct Avx2 {
 
 }  // namespace
 
-const Kernels kAvx2Kernels = {"avx2", encode_any<Avx2>, decode_any<Avx2>, xxh3_64<Avx2>};
+const Kernels kAvx2Kernels = {"avx2",        encode_any<Avx2>,       decode_any<Avx2>,
+                              xxh3_64<Avx2>, find_changes_any<Avx2>, find_rounded_changes<Avx2>};
 
 }  // namespace thinwire

@@ -112,6 +112,7 @@ struct Avx512 {
 
 }  // namespace
 
-const Kernels kAvx512Kernels = {"avx512", encode_any<Avx512>, decode_any<Avx512>, xxh3_64<Avx512>};
+const Kernels kAvx512Kernels = {"avx512",        encode_any<Avx512>,       decode_any<Avx512>,
+                                xxh3_64<Avx512>, find_changes_any<Avx512>, find_rounded_changes<Avx512>};
 
 }  // namespace thinwire

@@ -62,6 +62,7 @@ struct Scalar {
 
 }  // namespace
 
-const Kernels kScalarKernels = {"scalar", encode_any<Scalar>, decode_any<Scalar>, xxh3_64<Scalar>};
+const Kernels kScalarKernels = {"scalar",        encode_any<Scalar>,       decode_any<Scalar>,
+                                xxh3_64<Scalar>, find_changes_any<Scalar>, find_rounded_changes<Scalar>};
 
 }  // namespace thinwire

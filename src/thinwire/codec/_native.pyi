@@ -27,6 +27,21 @@ class Codec:
         self, base: np.ndarray, new: np.ndarray, first: int, stride: int, counts: np.ndarray
     ) -> None: ...
 
+def find_changes(
+    base: np.ndarray,
+    new: np.ndarray,
+    word_bytes: int,
+    positions: np.ndarray,
+    words: np.ndarray,
+    instructions: str = "",
+) -> int: ...
+def find_rounded_changes(
+    base: np.ndarray,
+    new: np.ndarray,
+    positions: np.ndarray,
+    words: np.ndarray,
+    instructions: str = "",
+) -> int | None: ...
 def swap_words(items: list[tuple[np.ndarray, np.ndarray, np.ndarray, int]]) -> None: ...
 def fit(counts: np.ndarray, total_words: int) -> bytes: ...
 def xxh3_64(data: np.ndarray) -> int: ...

@@ -143,7 +143,7 @@ class Outcome(NamedTuple):
             for e in delta.tensors.values()
         ]
         files = [(a.name, a.kind, a.size, a.digest) for a in delta.attachments]
-        return cls._of_rows(tensors, files)
+        return cls.of_rows(tensors, files)
 
     @classmethod
     def of_heads(cls, heads: Iterable[Head]) -> Outcome:
@@ -160,14 +160,15 @@ class Outcome(NamedTuple):
                 tensors.append((tensor.name, tensor.dtype, tensor.shape, old, new))
             for file, digest in zip(head.index.attachments, head.digests[at:], strict=True):
                 files.append((file.name, file.kind, file.size, digest))
-        return cls._of_rows(tensors, files)
+        return cls.of_rows(tensors, files)
 
     @classmethod
-    def _of_rows(
+    def of_rows(
         cls,
         tensors: Iterable[tuple[str, str, list[int], int | None, int | None]],
         files: Iterable[tuple[str, str, int, int]],
     ) -> Outcome:
+        """That of tensors (name, dtype, shape, digests before and after) and files."""
         old: list[TensorRow] = []
         new: list[TensorRow] = []
         is_known = True

@@ -169,7 +169,7 @@ class Publisher:
             ThinwireError: After any error the baseline is that of the last committed version.
         """
         self._check_open()
-        facts = _facts(step, metadata)._replace(on_bytes=on_bytes)
+        facts = facts_of(step, metadata)._replace(on_bytes=on_bytes)
         opened = open_source(source)
         with self._background.paused():
             start_s = time.monotonic()
@@ -201,7 +201,7 @@ class Publisher:
             ThinwireError: As :meth:`publish`.
         """
         self._check_open()
-        facts = _facts(step, metadata)
+        facts = facts_of(step, metadata)
         source = source_of(reference)
         if copy is None and source.kind == "folder":
             copy = source.name
@@ -314,7 +314,12 @@ class Publisher:
         )
 
 
-def _facts(step: int | None, metadata: Mapping[str, Any] | None) -> Facts:
+def facts_of(step: int | None, metadata: Mapping[str, Any] | None) -> Facts:
+    """What a trainer says of a version, checked.
+
+    Raises:
+        InvalidArgument: The step is no whole number, or the metadata is no plain JSON.
+    """
     facts = plain_metadata(metadata or {})
     if step is None:
         return Facts(None, facts)

@@ -18,12 +18,13 @@ from thinwire.checkpoint.safetensors_file import LENGTH_BYTES
 from thinwire.codec.arrays import to_bits
 from thinwire.codec.container import Attachment
 from thinwire.codec.digest import xxh3_64
+from thinwire.codec.dtypes import byte_count
 from thinwire.codec.plan import Pair
 from thinwire.errors import InvalidArgument, TensorMismatch, ThinwireError
 
 TENSORS = Mapping[str, Any]
 # Weights files of a stream that begins with tensors have about this size.
-_FILE_BYTES = 5 << 30
+FILE_BYTES = 5 << 30
 PathFor = Callable[[str], Path]
 
 
@@ -130,8 +131,7 @@ class TensorSource:
             names.append(name)
             places.update(dict.fromkeys(group, name))
         total = sum(tensor.data.size for tensor in self._tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        write_file(path_for(INDEX_NAME), json.dumps(index, indent=1, sort_keys=True).encode())
+        write_file(path_for(INDEX_NAME), index_of(places, total))
         return [*names, INDEX_NAME]
 
     def check_unchanged(self) -> None:
@@ -215,7 +215,7 @@ def _spread(tensors: Mapping[str, _Tensor]) -> list[list[str]]:
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
-        if groups[-1] and size + tensor.data.size > _FILE_BYTES:
+        if groups[-1] and size + tensor.data.size > FILE_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(name)
@@ -224,27 +224,42 @@ def _spread(tensors: Mapping[str, _Tensor]) -> list[list[str]]:
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, _Tensor], names: Sequence[str]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name in names:
-        tensor = tensors[name]
-        offsets = [at, at + tensor.data.size]
-        header[name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-        at = offsets[1]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = LENGTH_BYTES + len(text)
-    view = create_mapped(path, start + at)
-    view[:start] = np.frombuffer(len(text).to_bytes(LENGTH_BYTES, "little") + text, np.uint8)
+    rows = [(name, tensors[name].dtype, tensors[name].shape) for name in names]
+    header = safetensors_header(rows)
+    view = create_mapped(path, len(header) + sum(tensors[name].data.size for name in names))
+    view[: len(header)] = np.frombuffer(header, np.uint8)
+    start = len(header)
     for name in names:
         data = tensors[name].data
         view[start : start + data.size] = data
         start += data.size
     sync(path)
+
+
+def index_of(places: Mapping[str, str], total_bytes: int) -> bytes:
+    """The index of a checkpoint of several weights files: which file holds which tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(places)}
+    return json.dumps(index, indent=1, sort_keys=True).encode()
+
+
+def safetensors_header(
+    tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Length prefix and header of a safetensors file whose tensors follow each other.
+
+    Args:
+        tensors: Name, dtype and shape of each.
+        metadata: What else the header shall say.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    at = 0
+    for name, dtype, shape in tensors:
+        end = at + byte_count(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _copy(source: Path, target: Path) -> None:

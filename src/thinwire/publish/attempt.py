@@ -1,0 +1,484 @@
+"""One delta version in the making on one rank: captured changes to uploaded containers."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypeVar, cast
+
+import msgspec
+import numpy as np
+
+from thinwire.checkpoint.disk import os_errors
+from thinwire.codec import _native
+from thinwire.codec.chunk import TABLE_BYTES, Spec, decode_chunk, native_codec
+from thinwire.codec.container import Attachment, unpack_table
+from thinwire.codec.delta import Delta
+from thinwire.codec.dtypes import DType, dtype_named
+from thinwire.codec.plan import Pair
+from thinwire.codec.plan import Unit as Piece
+from thinwire.codec.tables import SAMPLE_SOURCES, SAMPLE_WORDS
+from thinwire.codec.threads import map_in_order
+from thinwire.codec.write import CodedTensor, Facts, SameTensor, code_unit, write_coded
+from thinwire.errors import BaseMismatch, ChecksumMismatch
+from thinwire.maintain.upload import put_files
+from thinwire.publish.baseline import Baseline, Changes, as_words
+from thinwire.publish.ranks import Ranks
+from thinwire.publish.staging import Found, Staging
+from thinwire.publish.units import Plan, Unit
+from thinwire.store import Store
+from thinwire.stream import keys
+from thinwire.stream.blocks import ObjectRecord, record_of_file
+
+T = TypeVar("T")
+_RUN_WORDS = 1 << 10
+
+
+class SentRun(msgspec.Struct, array_like=True):
+    """A run of changes on its way to the rank that encodes the unit."""
+
+    start: int
+    positions: bytes | None
+    words: bytes
+
+    @classmethod
+    def of(cls, found: Found) -> SentRun:
+        """To send."""
+        positions = None if found.positions is None else found.positions.tobytes()
+        return cls(found.start, positions, found.words.tobytes())
+
+    def found(self) -> Found:
+        """As it was found."""
+        positions = None if self.positions is None else np.frombuffer(self.positions, "<u4")
+        return Found(self.start, positions, np.frombuffer(self.words, np.uint8))
+
+
+class SentChanges(msgspec.Struct, array_like=True):
+    """What a source found in a unit."""
+
+    place: int
+    source: int
+    runs: list[SentRun]
+
+
+class SentCounts(msgspec.Struct, array_like=True):
+    """Words by class field, changed ones, and those changed by one step; of one source."""
+
+    dtype: str
+    source: int
+    counts: bytes
+
+
+class SentUnit(msgspec.Struct, array_like=True):
+    """A coded unit on its way to the rank that assembles its container."""
+
+    place: int
+    section: bytes
+    changed_count: int
+    base_digest: int
+    new_digest: int
+    steps: tuple[list[int], list[int]]
+
+
+class TensorRow(msgspec.Struct, array_like=True):
+    """A tensor of a container, as the version's digest lists it."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    old_digest: int | None
+    new_digest: int
+
+
+class Receipt(msgspec.Struct, array_like=True):
+    """A container that was uploaded.
+
+    ``files``: name, kind, size and digest of what travels beside the tensors.
+    """
+
+    number: int
+    record: ObjectRecord
+    tensors: list[TensorRow]
+    files: list[tuple[str, str, int, int]]
+    changed_count: int
+
+
+class Carried(NamedTuple):
+    """What the first container names besides the trainer's tensors.
+
+    Attributes:
+        same: Tensors of the stream that the trainer does not publish.
+        attachments: Headers and small files, none of which changes.
+    """
+
+    same: Sequence[SameTensor] = ()
+    attachments: Sequence[Attachment] = ()
+
+
+class Encoded(NamedTuple):
+    """What an attempt did on this rank.
+
+    Attributes:
+        paths: The containers' files, by number; empty where this rank assembles none.
+        units: The units that this rank owns and that changed: what is needed to move on.
+    """
+
+    paths: Mapping[int, Path]
+    units: Mapping[int, tuple[Changes | None, int]]
+
+
+class Attempt:
+    """Encodes what was captured; every rank runs one, in step with the others.
+
+    Args:
+        plan: Who does what.
+        ranks: The line to the other ranks.
+        baseline: The last committed version; only read.
+        staging: What this rank captured.
+        folder: Where containers are written.
+        topic: Of what is told about this attempt.
+        spec: What to ask of the encoder.
+        workers: Threads.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        ranks: Ranks,
+        baseline: Baseline,
+        staging: Staging,
+        folder: Path,
+        topic: str,
+        *,
+        spec: Spec,
+        workers: int,
+    ) -> None:
+        self._plan = plan
+        self._ranks = ranks
+        self._baseline = baseline
+        self._staging = staging
+        self._folder = folder
+        self._topic = topic
+        self._spec = spec
+        self._workers = workers
+        self._received: dict[int, dict[int, list[Found]]] = {}
+        self._tables: dict[str, bytes] = {}
+        self._changed: dict[int, tuple[Changes | None, int]] = {}
+
+    def encode(self, carried: Carried) -> Encoded:
+        """Make the containers that this rank assembles.
+
+        Raises:
+            PeerFailed: Another rank failed.
+            ThinwireError: This one did; the others were told. The baseline is as it was.
+        """
+        sent = exchanged(self._ranks, self._outgoing_changes, list[SentChanges])
+        for changes in sent:
+            runs = [run.found() for run in changes.runs]
+            self._received.setdefault(changes.place, {})[changes.source] = runs
+        self._fit()
+        coded = exchanged(self._ranks, self._code_owned, list[SentUnit])
+        by_place = {unit.place: unit for unit in coded}
+        paths: dict[int, Path] = {}
+        for number, home in enumerate(self._plan.homes):
+            if home == self._ranks.rank:
+                beside = carried if number == 0 else Carried()
+                paths[number] = self._assemble(number, by_place, beside)
+        return Encoded(paths, self._changed)
+
+    def _found_in(self, place: int) -> dict[int, list[Found]]:
+        """What all sources found in a unit that this rank owns."""
+        found = dict(self._received.get(place, {}))
+        own = list(self._staging.of(place))
+        if own:
+            found[self._own_source(self._baseline.units[place])] = own
+        return found
+
+    def _own_source(self, unit: Unit) -> int:
+        ranks = [source.rank for source in unit.sources]
+        return ranks.index(self._ranks.rank)
+
+    def _outgoing_changes(self) -> dict[int, list[SentChanges]]:
+        outgoing: dict[int, list[SentChanges]] = {}
+        for place in self._staging.units():
+            unit = self._baseline.units[place]
+            if unit.owner != self._ranks.rank:
+                runs = [SentRun.of(found) for found in self._staging.of(place)]
+                changes = SentChanges(place, self._own_source(unit), runs)
+                outgoing.setdefault(unit.owner, []).append(changes)
+        return outgoing
+
+    def _fit(self) -> None:
+        """Fit one set of rate tables for all ranks to an even sample of everything.
+
+        The sample does not depend on who holds what: nor, then, do the bytes of a chunk. Rank 0
+        fits, since another processor might round otherwise.
+        """
+        sent = exchanged(self._ranks, lambda: {0: self._sample()}, list[SentCounts])
+        topic = f"{self._topic}/tables"
+        if self._ranks.rank == 0:
+            totals: dict[str, np.ndarray] = {}
+            for part in sent:
+                row = dtype_named(part.dtype)
+                total = totals.setdefault(part.dtype, self._no_counts(row))
+                total[part.source] += np.frombuffer(part.counts, "<u8").reshape(total[0].shape)
+            fitted = {
+                dtype: bytes(_native.fit(total, self._words_of(dtype)))
+                for dtype, total in totals.items()
+            }
+            self._ranks.tell(topic, msgspec.msgpack.encode(fitted))
+        self._tables = msgspec.msgpack.decode(self._ranks.hear(topic), type=dict[str, bytes])
+
+    def _words_of(self, dtype: str) -> int:
+        return sum(s.word_count for s in self._plan.spreads if s.dtype == dtype)
+
+    def _no_counts(self, row: DType) -> np.ndarray:
+        source_count = min(SAMPLE_SOURCES, max(1, self._plan.total_units))
+        return np.zeros((source_count, 3, row.field_mask + 1), np.uint64)
+
+    def _sample(self) -> list[SentCounts]:
+        """What this rank counted, of the sources that it has units of."""
+        starts = np.cumsum([0, *(spread.word_count for spread in self._plan.spreads)])
+        counts: dict[str, np.ndarray] = {}
+        strides: dict[str, int] = {}
+        for place, unit in self._baseline.owned():
+            dtype = self._plan.spreads[unit.tensor].dtype
+            row = dtype_named(dtype)
+            if dtype not in counts:
+                counts[dtype] = self._no_counts(row)
+                strides[dtype] = max(1, self._words_of(dtype) // SAMPLE_WORDS)
+            if unit.start == unit.stop:
+                continue
+            base = self._baseline.whole(place)
+            new, _ = self._new_of(place)
+            runs_before = (int(starts[unit.tensor]) + unit.start) // _RUN_WORDS
+            stride = strides[dtype]
+            source = place * len(counts[dtype]) // self._plan.total_units
+            codec = native_codec(row, b"")
+            codec.sample(base, new, -runs_before % stride, stride, counts[dtype][source])
+        return [
+            SentCounts(dtype, source, rows.tobytes())
+            for dtype, found in counts.items()
+            for source, rows in enumerate(found)
+            if rows.any() or source == 0
+        ]
+
+    def _new_of(self, place: int) -> tuple[np.ndarray, Changes | None]:
+        """A unit's new bytes, and what changed; the base's own bytes where nothing did."""
+        base = self._baseline.whole(place)
+        found = self._found_in(place)
+        if not found:
+            return base, None
+        changes = self._baseline.merged(place, found)
+        word_bytes = self._plan.spreads[self._baseline.units[place].tensor].word_bytes
+        new = base.copy()
+        as_words(new, word_bytes)[changes.positions] = as_words(changes.words, word_bytes)
+        return new, changes
+
+    def _code_owned(self) -> dict[int, list[SentUnit]]:
+        """Code the owned chunks of large tensors; digests of all owned ones go to their homes."""
+        outgoing: dict[int, list[SentUnit]] = {}
+        large = [(p, u) for p, u in self._baseline.owned() if not self._plan.is_small(u.tensor)]
+        for (place, unit), (sent, changes) in zip(
+            large, map_in_order(self._code, large, self._workers), strict=True
+        ):
+            outgoing.setdefault(self._plan.home_of(unit.tensor), []).append(sent)
+            if sent.changed_count:
+                self._changed[place] = (None if unit.is_own else changes, sent.new_digest)
+        return outgoing
+
+    def _code(self, item: tuple[int, Unit]) -> tuple[SentUnit, Changes | None]:
+        place, unit = item
+        known = self._baseline.digests[place]
+        new, changes = self._new_of(place)
+        if changes is None:
+            return SentUnit(place, b"", 0, known, known, ([], [])), None
+        spread = self._plan.spreads[unit.tensor]
+        base = self._baseline.whole(place)
+        pair = Pair(spread.name, spread.dtype, (unit.stop - unit.start,), base, new)
+        tables = self._tables[spread.dtype]
+        coded = code_unit(Piece([pair], 0, base.size), tables, self._spec)
+        facts = coded.members[0]
+        self._check_base(spread.name, facts.base_digest, known)
+        section = coded.chunk.data
+        self._check_section(spread.name, spread.dtype, base, section, facts.new_digest)
+        steps = coded.chunk.steps
+        sent = SentUnit(place, section, *facts, (list(steps[0]), list(steps[1])))
+        return sent, changes
+
+    def _check_base(self, name: str, actual: int, expected: int) -> None:
+        if actual != expected:
+            raise BaseMismatch(
+                f"tensor {name!r}: the baseline in memory is not that of the last version any more",
+                hint="Something wrote over it, or the memory is failing. Restart the trainer: the "
+                "publisher takes its baseline from the stream",
+                tensor=name,
+            )
+
+    def _check_section(
+        self, name: str, dtype: str, base: np.ndarray, section: bytes, digest: int
+    ) -> None:
+        """Decode what was just encoded: a version that nobody can apply must not exist."""
+        data = np.frombuffer(section, np.uint8)
+        out = np.empty_like(base)
+        if decode_chunk(dtype_named(dtype), self._tables[dtype], base, data, out) != digest:
+            raise ChecksumMismatch(
+                f"tensor {name!r} does not decode to what was encoded",
+                hint="The processor or the memory is failing; restart on another machine",
+                tensor=name,
+            )
+
+    def _assemble(self, number: int, coded: Mapping[int, SentUnit], carried: Carried) -> Path:
+        """Write a container."""
+        steps = np.zeros((2, 64), np.int64)
+        groups: list[tuple[str, bytes]] = []
+        members: dict[int, tuple[int, Facts]] = {}
+        for group_number, group in enumerate(self._plan.groups(number)):
+            dtype = self._plan.spreads[group[0]].dtype
+            groups.append((dtype, self._code_group(group_number, group, members, steps)))
+        tensors: list[CodedTensor | SameTensor] = []
+        for tensor in self._plan.containers[number]:
+            spread = self._plan.spreads[tensor]
+            if tensor in members:
+                group_number, facts = members[tensor]
+                chunks = [(b"", facts)]
+                own: int | None = group_number
+            else:
+                units = [coded[self._plan.place_of(unit)] for unit in self._plan.units_of(tensor)]
+                chunks = [
+                    (u.section, Facts(u.changed_count, u.base_digest, u.new_digest)) for u in units
+                ]
+                own = None
+                for unit in units:
+                    _add_steps(steps, unit.steps)
+            tensors.append(CodedTensor(spread.name, spread.dtype, spread.shape, chunks, own))
+        tables = [
+            unpack_table(dtype, packed[at : at + TABLE_BYTES])
+            for dtype, packed in self._tables.items()
+            for at in range(0, len(packed), TABLE_BYTES)
+        ]
+        path = self._folder / f"{secrets.token_hex(8)}.tw"
+        with os_errors("cannot write", path), path.open("xb") as file:
+            write_coded(
+                cast(BinaryIO, file),
+                [*tensors, *carried.same],
+                groups,
+                tables,
+                carried.attachments,
+                steps=steps,
+                spec=self._spec,
+                spool_dir=self._folder,
+            )
+        return path
+
+    def _code_group(
+        self,
+        number: int,
+        group: Sequence[int],
+        members: dict[int, tuple[int, Facts]],
+        steps: np.ndarray,
+    ) -> bytes:
+        pairs = []
+        units = [next(self._plan.units_of(tensor)) for tensor in group]
+        found = [self._new_of(self._plan.place_of(unit)) for unit in units]
+        for unit, (new, _) in zip(units, found, strict=True):
+            spread = self._plan.spreads[unit.tensor]
+            base = self._baseline.whole(self._plan.place_of(unit))
+            pairs.append(Pair(spread.name, spread.dtype, spread.shape, base, new))
+        dtype = pairs[0].dtype
+        coded = code_unit(Piece(pairs, 0, 0), self._tables[dtype], self._spec)
+        for unit, (_, changes), facts in zip(units, found, coded.members, strict=True):
+            place = self._plan.place_of(unit)
+            name = self._plan.spreads[unit.tensor].name
+            self._check_base(name, facts.base_digest, self._baseline.digests[place])
+            members[unit.tensor] = (number, facts)
+            if changes is not None:
+                own = None if unit.is_own else changes
+                self._changed[place] = (own, facts.new_digest)
+        _add_steps(steps, coded.chunk.steps)
+        section = coded.chunk.data
+        if section:
+            base = np.concatenate([pair.base for pair in pairs if pair.base is not None])
+            new = np.concatenate([pair.new for pair in pairs if pair.new is not None])
+            digest = int(_native.xxh3_64(new))
+            self._check_section(f"{pairs[0].name} and others", dtype, base, section, digest)
+        return section
+
+
+def upload(
+    store: Store,
+    paths: Mapping[int, Path],
+    key_of: Callable[[int, ObjectRecord], str],
+) -> list[Receipt]:
+    """Upload containers and say what is in them.
+
+    Raises:
+        StoreError: One could not be uploaded.
+    """
+    receipts = []
+    files = []
+    for number, path in paths.items():
+        record = record_of_file(path)
+        files.append((key_of(number, record), path))
+        with Delta.open(path) as delta:
+            rows = [
+                TensorRow(e.name, e.dtype, list(e.shape), e.base_digest, e.new_digest or 0)
+                for e in delta.tensors.values()
+            ]
+            beside = [(a.name, a.kind, a.size, a.digest) for a in delta.attachments]
+            changed = sum(entry.changed_count for entry in delta.tensors.values())
+        receipts.append(Receipt(number, record, rows, beside, changed))
+    put_files(store, files)
+    return receipts
+
+
+def move_on(baseline: Baseline, staging: Staging, encoded: Encoded) -> None:
+    """Move a rank's baseline to the version that was just committed."""
+    for place in staging.units():
+        baseline.apply_captured(place, list(staging.of(place)))
+    for place, (changes, digest) in encoded.units.items():
+        if changes is None:
+            baseline.digests[place] = digest
+        else:
+            baseline.apply_owned(place, changes, digest)
+
+
+def shard_key(
+    lineage: str, base: int, version: int, session: str
+) -> Callable[[int, ObjectRecord], str]:
+    """Where a version's containers go."""
+    return lambda number, record: keys.shard(lineage, base, version, session, number, record.digest)
+
+
+def exchanged(
+    ranks: Ranks, make: Callable[[], Mapping[int, list[T]]], kind: type[list[T]]
+) -> Iterator[T]:
+    """Make messages for other ranks, exchange them, and go through what came.
+
+    Where making them fails here, the others learn of it instead of waiting.
+    """
+    try:
+        outgoing = {rank: msgspec.msgpack.encode(items) for rank, items in make().items()}
+    except BaseException:
+        decline(ranks)
+        raise
+    return _decoded(ranks.exchange(outgoing), kind)
+
+
+def _decoded(received: Mapping[int, bytes], kind: type[list[T]]) -> Iterator[T]:
+    for data in received.values():
+        yield from msgspec.msgpack.decode(data, type=kind)
+
+
+def decline(ranks: Ranks) -> None:
+    """Let the others know, instead of sending what they wait for, that this rank failed."""
+    # The error that led here is the one to tell.
+    with suppress(Exception):
+        ranks.exchange(None)
+
+
+def _add_steps(total: np.ndarray, steps: Sequence[Sequence[int]]) -> None:
+    for row, counts in zip(total, steps, strict=True):
+        row[: len(counts)] += np.asarray(counts, np.int64)

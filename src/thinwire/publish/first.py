@@ -1,0 +1,251 @@
+"""A lineage's first version from memory: an ordinary checkpoint, each file by one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from thinwire.checkpoint.disk import ByteArray, create_mapped, sync, write_file
+from thinwire.checkpoint.file_names import INDEX_NAME
+from thinwire.codec.container import Attachment
+from thinwire.codec.digest import tensor_digest, xxh3_64
+from thinwire.maintain.upload import file_record, put_files
+from thinwire.publish.attempt import TensorRow, exchanged
+from thinwire.publish.baseline import Baseline, scatter
+from thinwire.publish.ranks import Ranks
+from thinwire.publish.source import FILE_BYTES, index_of, safetensors_header
+from thinwire.publish.units import Plan, Unit
+from thinwire.store import Store
+from thinwire.stream.records import FileRecord
+
+# What a rank receives at a time.
+_ROUND_BYTES = 16 << 20
+
+
+class SentPart(msgspec.Struct, array_like=True):
+    """A source's raw bytes of a unit."""
+
+    place: int
+    source: int
+    data: bytes
+
+
+class FileReceipt(msgspec.Struct, array_like=True):
+    """A file that was uploaded.
+
+    Attributes:
+        record: Its name, size and digests.
+        kind: "header" of a weights file, or "file".
+        size: Bytes of the header, or of the whole small file.
+        digest: XXH3-64 of these bytes.
+        tensors: What the file holds.
+    """
+
+    record: FileRecord
+    kind: str
+    size: int
+    digest: int
+    tensors: list[TensorRow]
+
+
+class WeightsFile(NamedTuple):
+    """A weights file of the first version.
+
+    Attributes:
+        name: Its name.
+        tensors: The numbers of its tensors.
+        home: The rank that writes it.
+    """
+
+    name: str
+    tensors: Sequence[int]
+    home: int
+
+
+def weights_files(plan: Plan, single_name: str = "model.safetensors") -> list[WeightsFile]:
+    """The weights files of a first version: up to 5 GiB each, one container's tensors or a part.
+
+    Args:
+        plan: Who does what.
+        single_name: The name of the file where there is only one.
+    """
+    groups: list[tuple[list[int], int]] = []
+    for container, home in zip(plan.containers, plan.homes, strict=True):
+        groups.append(([], home))
+        size = 0
+        for tensor in container:
+            byte_count = plan.spreads[tensor].byte_count
+            if groups[-1][0] and size + byte_count > FILE_BYTES:
+                groups.append(([], home))
+                size = 0
+            groups[-1][0].append(tensor)
+            size += byte_count
+    if len(groups) == 1:
+        return [WeightsFile(single_name, *groups[0])]
+    stem = single_name.removesuffix(".safetensors")
+    return [
+        WeightsFile(f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", *group)
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+class FirstVersion:
+    """Spreads what every rank captured to those that need it whole, and writes the files.
+
+    Args:
+        plan: Who does what.
+        ranks: The line to the other ranks.
+        baseline: What every rank captured; the units that it encodes whole are filled in.
+        folder: Where the files are written.
+        files: The weights files.
+        metadata: What the headers say besides.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        ranks: Ranks,
+        baseline: Baseline,
+        folder: Path,
+        files: Sequence[WeightsFile],
+        metadata: Mapping[str, str],
+    ) -> None:
+        self._plan = plan
+        self._ranks = ranks
+        self._baseline = baseline
+        self._folder = folder
+        self._files = files
+        self._metadata = metadata
+        self._views: dict[int, ByteArray] = {}
+        self._headers: dict[str, bytes] = {}
+
+    def write(self) -> dict[str, Path]:
+        """Write this rank's weights files; returns them by name.
+
+        Raises:
+            PeerFailed: Another rank failed.
+            ThinwireError: This one did.
+        """
+        paths: dict[str, Path] = {}
+        exchanged(self._ranks, lambda: self._create(paths), list[int])
+        for batch in self._rounds():
+            outgoing = partial(self._outgoing, batch)
+            for part in exchanged(self._ranks, outgoing, list[SentPart]):
+                self._put(part)
+        for path in paths.values():
+            sync(path)
+        self._baseline.digest_owned()
+        return paths
+
+    def receipts(
+        self, paths: Mapping[str, Path], small: Mapping[str, bytes], is_first_rank: bool
+    ) -> tuple[list[FileReceipt], dict[str, Path]]:
+        """What this rank's files hold; on rank 0 with the small files, which it writes."""
+        receipts = []
+        for file in self._files:
+            if file.name in paths:
+                header = self._headers[file.name]
+                rows = [self._row(tensor) for tensor in file.tensors]
+                record = file_record(file.name, paths[file.name])
+                receipts.append(FileReceipt(record, "header", len(header), xxh3_64(header), rows))
+        others: dict[str, Path] = {}
+        if is_first_rank:
+            contents = dict(small)
+            if len(self._files) > 1:
+                names = {
+                    self._plan.spreads[t].name: file.name
+                    for file in self._files
+                    for t in file.tensors
+                }
+                total = sum(spread.byte_count for spread in self._plan.spreads)
+                contents[INDEX_NAME] = index_of(names, total)
+            for name, data in contents.items():
+                others[name] = self._folder / name
+                write_file(others[name], data)
+                record = file_record(name, others[name])
+                receipts.append(FileReceipt(record, "file", len(data), xxh3_64(data), []))
+        return receipts, others
+
+    def _create(self, paths: dict[str, Path]) -> dict[int, list[int]]:
+        for file in self._files:
+            if file.home != self._ranks.rank:
+                continue
+            spreads = [self._plan.spreads[tensor] for tensor in file.tensors]
+            rows = [(spread.name, spread.dtype, spread.shape) for spread in spreads]
+            header = safetensors_header(rows, self._metadata)
+            path = paths[file.name] = self._folder / file.name
+            size = len(header) + sum(spread.byte_count for spread in spreads)
+            view = create_mapped(path, size)
+            view[: len(header)] = np.frombuffer(header, np.uint8)
+            self._headers[file.name] = header
+            at = len(header)
+            for tensor, spread in zip(file.tensors, spreads, strict=True):
+                self._views[tensor] = view[at : at + spread.byte_count]
+                at += spread.byte_count
+        return {}
+
+    def _rounds(self) -> list[list[Unit]]:
+        """All units, so that no rank receives much at a time."""
+        rounds: list[list[Unit]] = []
+        at = dict.fromkeys(range(self._ranks.size), 0)
+        for tensor, spread in enumerate(self._plan.spreads):
+            for unit in self._plan.units_of(tensor):
+                number = 0
+                for rank in {unit.owner, self._plan.home_of(tensor)}:
+                    number = max(number, at[rank] // _ROUND_BYTES)
+                    at[rank] += (unit.stop - unit.start) * spread.word_bytes
+                while len(rounds) <= number:
+                    rounds.append([])
+                rounds[number].append(unit)
+        return rounds
+
+    def _outgoing(self, units: Sequence[Unit]) -> dict[int, list[SentPart]]:
+        outgoing: dict[int, list[SentPart]] = {}
+        for unit in units:
+            for number, source in enumerate(unit.sources):
+                if source.rank != self._ranks.rank:
+                    continue
+                place = self._plan.place_of(unit)
+                part = SentPart(place, number, self._baseline.captured(place).tobytes())
+                for rank in {unit.owner, self._plan.home_of(unit.tensor)}:
+                    if rank == self._plan.home_of(unit.tensor) or not unit.is_own:
+                        outgoing.setdefault(rank, []).append(part)
+        return outgoing
+
+    def _put(self, part: SentPart) -> None:
+        unit = self._plan.unit_at(part.place)
+        data = np.frombuffer(part.data, np.uint8)
+        if unit.owner == self._ranks.rank:
+            self._baseline.put(part.place, part.source, data)
+        view = self._views.get(unit.tensor)
+        if view is not None:
+            word_bytes = self._plan.spreads[unit.tensor].word_bytes
+            out = view[unit.start * word_bytes : unit.stop * word_bytes]
+            scatter(self._plan, unit, unit.sources[part.source], data, out)
+
+    def _row(self, tensor: int) -> TensorRow:
+        spread = self._plan.spreads[tensor]
+        digest = tensor_digest(spread.dtype, self._views[tensor])
+        return TensorRow(spread.name, spread.dtype, list(spread.shape), None, digest)
+
+
+def upload_files(store: Store, files: Mapping[str, Path], key_of: Callable[[str], str]) -> None:
+    """Upload an anchor's files.
+
+    Raises:
+        StoreError: One could not be uploaded.
+    """
+    put_files(store, [(key_of(name), path) for name, path in files.items()])
+
+
+def attachments_of(receipts: Sequence[FileReceipt]) -> list[Attachment]:
+    """A first version's headers and small files as later deltas name them."""
+    return [
+        Attachment(receipt.record.name, receipt.kind, None, receipt.size, receipt.digest)
+        for receipt in receipts
+    ]

@@ -1,0 +1,150 @@
+"""What the ranks of one publisher tell each other. Alone, there is nobody to talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from thinwire.errors import InvalidArgument, ThinwireError, Unavailable
+
+
+class PeerFailed(Unavailable):
+    """Another rank could not do its part; what went wrong there is told by that rank."""
+
+
+class Ranks(Protocol):
+    """One rank's line to the others. Rank 0 decides; all call the same things in the same order.
+
+    ``exchange`` moves bulk data and is called from one thread only; after an error of it other than
+    ``PeerFailed`` the line is broken until :meth:`mend`. The others are small messages, each under
+    a topic of its own.
+
+    Attributes:
+        rank: This rank, from 0 on.
+        size: How many there are.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def exchange(self, outgoing: Mapping[int, bytes] | None) -> dict[int, bytes]:
+        """Send something to some ranks and receive what they send here, by rank.
+
+        None: this rank failed; then, and where another one did, everybody gets ``PeerFailed``.
+        """
+
+    def mend(self) -> None:
+        """Make the line for bulk data anew; every rank calls it, from its main thread."""
+
+    def tell(self, topic: str, data: bytes) -> None:
+        """From rank 0 to all."""
+
+    def hear(self, topic: str, *, sign_of_life: str = "") -> bytes:
+        """What rank 0 tells.
+
+        Raises:
+            Deadline: Nothing came in time, nor a new sign of life under that topic.
+        """
+
+    def report(self, topic: str, data: bytes) -> None:
+        """From any rank to rank 0."""
+
+    def collect(self, topic: str, *, sign_of_life: str) -> list[bytes]:
+        """On rank 0: what every rank reports. The others are shown meanwhile that it lives.
+
+        Raises:
+            Deadline: Some did not, and which.
+        """
+
+    def forget(self, topic: str) -> None:
+        """Drop what was told and reported under a topic that is over."""
+
+    def share(self, data: bytes) -> list[bytes]:
+        """What each rank says, to all of them; called by every rank, from its main thread."""
+
+    def close(self) -> None:
+        """Let go of the line."""
+
+
+class Alone:
+    """The only rank."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self._told: dict[str, bytes] = {}
+
+    def exchange(self, outgoing: Mapping[int, bytes] | None) -> dict[int, bytes]:
+        """See :class:`Ranks`."""
+        if outgoing is None:
+            raise PeerFailed("this rank failed")
+        return dict(outgoing)
+
+    def mend(self) -> None:
+        """See :class:`Ranks`."""
+
+    def tell(self, topic: str, data: bytes) -> None:
+        """See :class:`Ranks`."""
+        self._told[topic] = data
+
+    def hear(self, topic: str, *, sign_of_life: str = "") -> bytes:
+        """See :class:`Ranks`."""
+        return self._told[topic]
+
+    def report(self, topic: str, data: bytes) -> None:
+        """See :class:`Ranks`."""
+        self._told[topic] = data
+
+    def collect(self, topic: str, *, sign_of_life: str) -> list[bytes]:
+        """See :class:`Ranks`."""
+        return [self._told[topic]]
+
+    def forget(self, topic: str) -> None:
+        """See :class:`Ranks`."""
+        for key in [key for key in self._told if key.startswith(f"{topic}/")]:
+            del self._told[key]
+
+    def share(self, data: bytes) -> list[bytes]:
+        """See :class:`Ranks`."""
+        return [data]
+
+    def close(self) -> None:
+        """See :class:`Ranks`."""
+
+
+class Fault(msgspec.Struct, array_like=True):
+    """An error on its way to another rank."""
+
+    code: str
+    message: str
+    hint: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Fault:
+        """That of an error."""
+        if isinstance(error, ThinwireError):
+            return cls(error.code, error.message, error.hint)
+        return cls("", f"{type(error).__name__}: {error}", "")
+
+    def error(self, rank: int | None = None) -> ThinwireError:
+        """The error again, of the same kind; it names the rank that it comes from."""
+        kind = _kind_of(self.code)
+        message = self.message if rank is None else f"rank {rank}: {self.message}"
+        return kind(message, hint=self.hint)
+
+
+def _kind_of(code: str) -> type[ThinwireError]:
+    kinds: list[type[ThinwireError]] = [ThinwireError]
+    for kind in kinds:
+        if kind.code == code and kind is not PeerFailed:
+            return kind
+        kinds += kind.__subclasses__()
+    return InvalidArgument if code else ThinwireError

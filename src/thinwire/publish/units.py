@@ -1,0 +1,335 @@
+"""Who encodes what: tensors cut into units, units given to ranks. Every rank decides the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from thinwire.codec.digest import CHUNK_WORDS
+from thinwire.codec.dtypes import byte_count, dtype_named
+from thinwire.codec.plan import GROUP_WORDS, SMALL_WORDS
+from thinwire.errors import TensorMismatch
+from thinwire.publish.held import Held
+
+# So many ranks at most assemble and upload: a follower opens each shard.
+MAX_CONTAINERS = 64
+# A container is no larger than this, raw: followers fetch them side by side.
+CONTAINER_RAW_BYTES = 32 << 30
+
+
+class Spread(NamedTuple):
+    """A tensor, and how it is spread over ranks.
+
+    Attributes:
+        name: Its published name.
+        dtype: Its published dtype, by its safetensors name.
+        shape: Its whole shape.
+        parts: The different parts that there are: together they are the tensor.
+        holders: Of each part, the ranks that hold it, rising.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Held, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+    @property
+    def word_count(self) -> int:
+        """Words of the whole tensor."""
+        return self.byte_count // self.word_bytes
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of a word."""
+        return dtype_named(self.dtype).word_bytes
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the whole tensor."""
+        return byte_count(self.dtype, self.shape)
+
+
+class Source(NamedTuple):
+    """Who captures what of a unit.
+
+    Attributes:
+        rank: The rank.
+        part: The number of the part of the tensor that it holds.
+        start: Where the unit begins in that part, in words.
+        stop: Where it ends.
+    """
+
+    rank: int
+    part: int
+    start: int
+    stop: int
+
+
+class Unit(NamedTuple):
+    """A chunk of a large tensor, or the whole of a small one: what one rank encodes.
+
+    Attributes:
+        tensor: The tensor's number.
+        number: The unit's number in the tensor.
+        start: Its first word.
+        stop: The word after its last one.
+        owner: The rank that encodes it.
+        sources: Whose captures make it up.
+    """
+
+    tensor: int
+    number: int
+    start: int
+    stop: int
+    owner: int
+    sources: tuple[Source, ...]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the owner captures all of it, and nobody sends anything."""
+        return len(self.sources) == 1 and self.sources[0].rank == self.owner
+
+
+class Plan:
+    """Which rank captures, encodes and uploads what.
+
+    Large tensors are cut into the codec's chunks of 2**20 words. A chunk is encoded by the rank
+    that holds most of it, or by one of those that hold a part, in turn; the others send it what
+    they found. A part
+    that several ranks hold is captured by one of them, chunk by chunk in turn. Small tensors are
+    encoded by the rank that assembles their container, since they share chunks.
+
+    Attributes:
+        spreads: The tensors, in the order of the stream.
+        containers: The numbers of each container's tensors.
+        homes: The rank that assembles and uploads each container.
+    """
+
+    def __init__(self, spreads: Sequence[Spread], rank_count: int) -> None:
+        for spread in spreads:
+            _check_covered(spread)
+        self.spreads = tuple(spreads)
+        self.containers = _containers(self.spreads, rank_count)
+        self.homes = [k * rank_count // len(self.containers) for k in range(len(self.containers))]
+        if len(self.containers) > rank_count:
+            self.homes = [k % rank_count for k in range(len(self.containers))]
+        self._home_of = {
+            tensor: home
+            for home, tensors in zip(self.homes, self.containers, strict=True)
+            for tensor in tensors
+        }
+        counts = [self.unit_count(tensor) for tensor in range(len(self.spreads))]
+        self._first_units = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._cuts: dict[int, list[np.ndarray]] = {}
+
+    def is_small(self, tensor: int) -> bool:
+        """Whether a tensor shares a chunk with others."""
+        return self.spreads[tensor].word_count < SMALL_WORDS
+
+    def unit_count(self, tensor: int) -> int:
+        """Units of a tensor."""
+        if self.is_small(tensor):
+            return 1
+        return -(-self.spreads[tensor].word_count // CHUNK_WORDS)
+
+    @property
+    def total_units(self) -> int:
+        """Units of all tensors."""
+        return int(self._first_units[-1])
+
+    @property
+    def total_words(self) -> int:
+        """Words of all tensors."""
+        return sum(spread.word_count for spread in self.spreads)
+
+    def place_of(self, unit: Unit) -> int:
+        """The number of a unit among all of them."""
+        return int(self._first_units[unit.tensor]) + unit.number
+
+    def units_of(self, tensor: int) -> Iterator[Unit]:
+        """The units of a tensor, in order."""
+        words = self.spreads[tensor].word_count
+        step = max(1, words) if self.is_small(tensor) else CHUNK_WORDS
+        for number in range(self.unit_count(tensor)):
+            start = number * step
+            yield self._unit(tensor, number, start, min(start + step, words))
+
+    def unit_at(self, place: int) -> Unit:
+        """The unit of that number among all of them."""
+        tensor = int(np.searchsorted(self._first_units, place, side="right")) - 1
+        number = place - int(self._first_units[tensor])
+        words = self.spreads[tensor].word_count
+        step = max(1, words) if self.is_small(tensor) else CHUNK_WORDS
+        return self._unit(tensor, number, number * step, min((number + 1) * step, words))
+
+    def home_of(self, tensor: int) -> int:
+        """The rank that assembles a tensor's container."""
+        return self._home_of[tensor]
+
+    def units_for(self, rank: int) -> Iterator[Unit]:
+        """The units that a rank has to do with: it owns them, or captures a part."""
+        for tensor, spread in enumerate(self.spreads):
+            is_home = self.home_of(tensor) == rank
+            if not is_home and not any(rank in holders for holders in spread.holders):
+                continue
+            for unit in self.units_of(tensor):
+                if unit.owner == rank or any(source.rank == rank for source in unit.sources):
+                    yield unit
+
+    def groups(self, container: int) -> list[list[int]]:
+        """The small tensors of a container, as they share chunks."""
+        groups: list[list[int]] = []
+        open_groups: dict[str, tuple[list[int], int]] = {}
+        for tensor in self.containers[container]:
+            if not self.is_small(tensor):
+                continue
+            spread = self.spreads[tensor]
+            members, total = open_groups.get(spread.dtype, ([], 0))
+            if not members:
+                groups.append(members)
+            members.append(tensor)
+            total += spread.word_count
+            open_groups[spread.dtype] = ([], 0) if total >= GROUP_WORDS else (members, total)
+        return groups
+
+    def _unit(self, tensor: int, number: int, start: int, stop: int) -> Unit:
+        spread = self.spreads[tensor]
+        sources = []
+        for part, cuts in enumerate(self._part_cuts(tensor)):
+            first, last = int(cuts[number]), int(cuts[number + 1])
+            if first < last:
+                holders = spread.holders[part]
+                rank = holders[(tensor + number) % len(holders)]
+                sources.append(Source(rank, part, first, last))
+        if self.is_small(tensor) or not sources:
+            owner = self.home_of(tensor)
+        else:
+            largest = max(sources, key=lambda source: source.stop - source.start)
+            is_mostly = 2 * (largest.stop - largest.start) > stop - start
+            # In turn, where nobody has most of it.
+            owner = (largest if is_mostly else sources[(tensor + number) % len(sources)]).rank
+        return Unit(tensor, number, start, stop, owner, tuple(sources))
+
+    def _part_cuts(self, tensor: int) -> list[np.ndarray]:
+        """Where the units begin in each part, with the end of the last one."""
+        found = self._cuts.get(tensor)
+        if found is None:
+            spread = self.spreads[tensor]
+            words = spread.word_count
+            per_element = words // max(1, math.prod(spread.shape))
+            step = max(1, words) if self.is_small(tensor) else CHUNK_WORDS
+            marks = [*range(0, words, step), words] if words else [0, 0]
+            found = [
+                np.array([part.before(mark // per_element) for mark in marks], np.int64)
+                * per_element
+                if words
+                else np.zeros(2, np.int64)
+                for part in spread.parts
+            ]
+            self._cuts[tensor] = found
+        return found
+
+
+class Holding(NamedTuple):
+    """A tensor as one rank says that it holds it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    dims: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def spread_over(holdings: Sequence[Sequence[Holding]]) -> list[Spread]:
+    """How the tensors that each rank holds are spread; in the order of the first that has them.
+
+    Raises:
+        TensorMismatch: Ranks disagree on a tensor's dtype or shape.
+    """
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    parts: dict[str, dict[Held, list[int]]] = {}
+    for rank, held in enumerate(holdings):
+        for one in held:
+            facts = (one.dtype, tuple(one.shape))
+            if found.setdefault(one.name, facts) != facts:
+                raise TensorMismatch(
+                    f"tensor {one.name!r} is {one.dtype} {list(one.shape)} on rank {rank} and "
+                    f"{found[one.name][0]} {list(found[one.name][1])} on another",
+                    hint="Every rank must publish the same model",
+                    tensor=one.name,
+                )
+            part = Held(tuple(one.shape), one.dims)
+            parts.setdefault(one.name, {}).setdefault(part, []).append(rank)
+    return [_spread(name, *found[name], parts[name]) for name in found]
+
+
+def _spread(
+    name: str, dtype: str, shape: tuple[int, ...], parts: Mapping[Held, list[int]]
+) -> Spread:
+    filled = {part: ranks for part, ranks in parts.items() if part.size} or dict(parts)
+    ordered = sorted(filled.items(), key=lambda item: (item[0].dims, item[1]))
+    return Spread(
+        name,
+        dtype,
+        shape,
+        tuple(part for part, _ in ordered),
+        tuple(tuple(sorted(ranks)) for _, ranks in ordered),
+    )
+
+
+def _check_covered(spread: Spread) -> None:
+    """Raise unless the parts are the tensor, each element once."""
+    total = math.prod(spread.shape)
+    is_covered = sum(part.size for part in spread.parts) == total
+    if not is_covered or not _are_disjoint(spread.parts):
+        raise TensorMismatch(
+            f"tensor {spread.name!r} is not whole: its ranks hold "
+            f"{sum(part.size for part in spread.parts)} elements of {total}, or some of them "
+            "twice in different parts",
+            hint="Every rank of the model must take part in the publisher's group",
+            tensor=spread.name,
+        )
+
+
+@lru_cache(maxsize=256)
+def _are_disjoint(parts: tuple[Held, ...]) -> bool:
+    """Whether no two parts share an element: in some dimension their indices differ.
+
+    Most tensors of a model have the shape and the parts of another.
+    """
+    by_dims: dict[tuple[object, ...], bool] = {}
+    for i, one in enumerate(parts):
+        for other in parts[:i]:
+            if not any(
+                _no_overlap(a, b, by_dims) for a, b in zip(one.dims, other.dims, strict=True)
+            ):
+                return False
+    return True
+
+
+def _no_overlap(
+    a: tuple[tuple[int, int], ...],
+    b: tuple[tuple[int, int], ...],
+    known: dict[tuple[object, ...], bool],
+) -> bool:
+    if (a, b) not in known:
+        known[a, b] = not any(s < f and e < d for s, d in a for e, f in b)
+    return known[a, b]
+
+
+def _containers(spreads: Sequence[Spread], rank_count: int) -> list[list[int]]:
+    """Tensors in containers of about equal raw size, in order."""
+    total = sum(spread.byte_count for spread in spreads)
+    count = max(min(rank_count, MAX_CONTAINERS), -(-total // CONTAINER_RAW_BYTES))
+    count = max(1, min(count, len(spreads)))
+    containers: list[list[int]] = [[] for _ in range(count)]
+    done = 0
+    for tensor, spread in enumerate(spreads):
+        middle = done + spread.byte_count / 2
+        containers[min(count - 1, int(middle * count / max(1, total)))].append(tensor)
+        done += spread.byte_count
+    return [tensors for tensors in containers if tensors] or [[]]

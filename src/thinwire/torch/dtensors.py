@@ -1,0 +1,89 @@
+"""Which part of a tensor is here: DTensor placements as runs of indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from thinwire.errors import InvalidArgument
+from thinwire.publish.held import Held, runs_of
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is spread over a device mesh."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is here; an ordinary tensor as it is."""
+    if not is_dtensor(tensor):
+        return tensor.detach()
+    local: Any = tensor.detach().to_local()  # type: ignore[attr-defined]
+    # An asynchronous collective's result, where the tensor came of one.
+    found: torch.Tensor = local.wait() if hasattr(local, "wait") else local
+    return found
+
+
+def held_of(name: str, tensor: torch.Tensor) -> Held | None:
+    """Which part of a tensor this rank holds; None: it is not part of the tensor's mesh.
+
+    The indices are found by cutting them as the placements cut the tensor: by torch's own code, so
+    that uneven and strided parts are what torch makes them.
+
+    Raises:
+        InvalidArgument: A placement that leaves no plain part here, such as a pending sum.
+    """
+    shape = tuple(tensor.shape)
+    if not is_dtensor(tensor):
+        return Held.whole(shape)
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    runs = []
+    for dim, size in enumerate(shape):
+        indices = torch.arange(size)
+        for number in _order(placements, dim):
+            indices = _cut(name, placements[number], indices, mesh.size(number), coordinate[number])
+        runs.append(runs_of(indices.tolist()))
+    for placement in placements:
+        if not (placement.is_shard() or placement.is_replicate() or _is_strided(placement)):
+            raise InvalidArgument(
+                f"tensor {name!r} is {placement} on its mesh, which no rank holds a part of",
+                hint="Publish parameters, not intermediate results",
+            )
+    held = Held(shape, tuple(runs))
+    local_shape = tuple(local_of(tensor).shape)
+    if held.local_shape != local_shape:
+        raise InvalidArgument(
+            f"tensor {name!r}: its placements {list(placements)} say that {held.local_shape} is "
+            f"here, and {local_shape} is",
+            hint="This is a sharding that this release does not know; please report it",
+        )
+    return held
+
+
+def _order(placements: Any, dim: int) -> list[int]:
+    """The mesh dimensions that cut a tensor dimension, in the order in which they cut it.
+
+    A strided shard was cut after the ones to its right, whose pieces it must not disturb.
+    """
+    cutting = [
+        number
+        for number, placement in enumerate(placements)
+        if (placement.is_shard() or _is_strided(placement)) and placement.dim == dim
+    ]
+    plain = [number for number in cutting if not _is_strided(placements[number])]
+    strided = [number for number in cutting if _is_strided(placements[number])]
+    return [*plain, *reversed(strided)]
+
+
+def _is_strided(placement: Any) -> bool:
+    return hasattr(placement, "split_factor")
+
+
+def _cut(name: str, placement: Any, indices: torch.Tensor, parts: int, number: int) -> torch.Tensor:
+    """One part of the indices of a dimension: as ``torch.chunk`` cuts, which is what Shard does."""
+    pieces = torch.chunk(indices, parts)
+    return pieces[number] if number < len(pieces) else indices[:0]

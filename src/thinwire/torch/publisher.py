@@ -1,0 +1,422 @@
+"""Publishing from a torch trainer without stalling its step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+import torch.distributed as dist
+
+import torch
+from thinwire.checkpoint.disk import create_mapped, os_errors
+from thinwire.codec.chunk import Spec
+from thinwire.errors import Deadline, InvalidArgument, ThinwireError
+from thinwire.follow import Stream, open_stream
+from thinwire.publish.baseline import Allocate, in_memory
+from thinwire.publish.making import Facts
+from thinwire.publish.publisher import facts_of
+from thinwire.publish.rank_publisher import RankPublisher, Settings
+from thinwire.publish.ranks import Alone, Fault, Ranks
+from thinwire.publish.staging import Staging
+from thinwire.stream.events import Observer
+from thinwire.stream.version import Version
+from thinwire.torch.capture import Capture, check_replicas, replica_digests
+from thinwire.torch.files import Files, check_weights_name, small_files
+from thinwire.torch.ranks import JobRanks
+from thinwire.torch.state import ModelState, Rename, Selection, Source, StateFn, holdings_of
+from thinwire.torch.ticket import Ticket
+from torch import nn
+
+WhenBusy = Literal["latest", "block"]
+
+
+class _Go(msgspec.Struct):
+    """What rank 0 tells the others at each publish."""
+
+    is_skipped: bool = False
+    is_mended: bool = False
+    fault: Fault | None = None
+
+
+class TorchPublisher:
+    """Publishes a model's weights step after step, behind the training that goes on.
+
+    :meth:`publish` compares the bits of the weights with the last *committed* version and keeps
+    only what differs; a background thread encodes, uploads and commits it. So any optimizer, any
+    number of steps between two publishes, and skipped or failed publishes are right by
+    construction: the next delta always spans everything since the last version that exists.
+
+    In a ``torch.distributed`` job every rank makes a publisher and calls :meth:`publish`; each
+    compares, encodes and uploads what it holds (FSDP2, tensor parallel and both, replicas once),
+    and rank 0 commits. Followers see ordinary tensors. A trainer that is restarted, also with
+    another number of ranks, goes on from the head of the stream.
+
+    Args:
+        model: The module, or a function that returns tensors by name (ordinary ones or DTensors).
+        stream: The stream, or its URL. It is made, if there is none.
+        folder: Scratch of this rank; after a restart, the first rank of each host also keeps a
+            copy of the head there, which makes the next restart quick. None: a temporary one.
+        dtype: What floating-point tensors are published as, rounded to nearest even; None: as
+            they are. Buffers, whole numbers and one-byte floats stay as they are.
+        dtypes: Other dtypes by patterns of published names; the first that fits counts. None as
+            a dtype: as it is.
+        include: Patterns of published names to publish; none: all.
+        exclude: Patterns of published names to leave out. In a stream that has them they stay as
+            they are.
+        buffers: Publish persistent buffers, too.
+        rename: Maps a tensor's name to its published one, or to None to leave it out.
+        tied: Names that are left out since they share the weights of another published name.
+            Shared memory is found without. Both are compared at every publish.
+        files: Small files of the first version, beside config.json and generation_config.json of
+            a Hugging Face model: a folder, or contents by name.
+        reference: Begin the stream without uploading it: both sides have this model,
+            ``hf://ORG/NAME@REVISION`` or a folder. Only the first version ever is made so.
+        base: Where the copy of a stream is here that begins by reference.
+        weights_name: The name of the weights file of the first version, where it is one.
+        new_lineage: Begin a new lineage with the next version: for a restart from older weights.
+        baseline: Where the last committed version is kept: "memory", pinned where there is a
+            GPU, or "disk", a memory-mapped file in ``folder``.
+        when_busy: What to do while another version is on its way: "latest" skips, and the next
+            one that is not skipped has it all; "block" waits.
+        deadline_s: How long to wait for another rank, and with "block" for the version before.
+        memory_limit_bytes: What captured changes may take in memory; more of them go to a file.
+        workers: Threads for encoding.
+        spec: What to ask of the encoder.
+        maintain: Let a thread of rank 0 make anchors and merged deltas, unless a
+            ``thinwire maintain`` runs.
+        work_dir: Where that thread keeps its copies of the model; None: inside ``folder``.
+        observer: Told of every event, on rank 0.
+        group: The process group; None: all ranks of the job, or this process where there is none;
+            False: this process alone, whatever the job is.
+
+    Raises:
+        UnsafeStore: The store does not honour put-if-absent.
+        TensorMismatch: The model is not the stream's: names, dtypes, shapes or replicas.
+        LineageChanged: A new lineage was begun and has no version yet.
+        Deadline: Another rank did not come.
+        ThinwireError: On every rank, whichever it was that failed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | StateFn,
+        stream: Stream | str | os.PathLike[str],
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        dtype: torch.dtype | None = torch.bfloat16,
+        dtypes: Mapping[str, torch.dtype | None] | None = None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        buffers: bool = False,
+        rename: Rename | None = None,
+        tied: Mapping[str, str] | None = None,
+        files: Files | None = None,
+        reference: str | None = None,
+        base: str | os.PathLike[str] | None = None,
+        weights_name: str = "model.safetensors",
+        new_lineage: bool = False,
+        baseline: Literal["memory", "disk"] = "memory",
+        when_busy: WhenBusy = "latest",
+        deadline_s: float = 600.0,
+        memory_limit_bytes: int = 256 << 20,
+        workers: int = 1,
+        spec: Spec | None = None,
+        maintain: bool = True,
+        work_dir: str | os.PathLike[str] | None = None,
+        observer: Observer | None = None,
+        group: Any = None,
+    ) -> None:
+        if baseline not in ("memory", "disk") or when_busy not in ("latest", "block"):
+            raise InvalidArgument(
+                f"baseline is {baseline!r}, when_busy is {when_busy!r}",
+                hint='baseline is "memory" or "disk", when_busy "latest" or "block"',
+            )
+        check_weights_name(weights_name)
+        selection = Selection(
+            dtype, dict(dtypes or {}), include, exclude, buffers, rename, dict(tied or {})
+        )
+        self._state = ModelState(model, selection)
+        self._when_busy = when_busy
+        self._deadline_s = deadline_s
+        self._memory_limit_bytes = memory_limit_bytes
+        self._is_temporary = folder is None
+        self._folder = Path(tempfile.mkdtemp(prefix="thinwire-") if folder is None else folder)
+        self._ranks: Ranks = JobRanks(group, deadline_s) if _is_job(group) else Alone()
+        self._rank_folder = self._folder / f"rank{self._ranks.rank}"
+        self._count = 0
+        self._thread: threading.Thread | None = None
+        self._ticket: Ticket | None = None
+        self._is_broken = False
+        self._is_closed = False
+        try:
+            with os_errors("cannot make", self._rank_folder):
+                self._rank_folder.mkdir(parents=True, exist_ok=True)
+            sources = self._state.sources()
+            settings = Settings(
+                new_lineage=new_lineage,
+                reference=reference or "",
+                base=base,
+                files=small_files(model, files),
+                weights_name=weights_name,
+                metadata=self._state.tied,
+                may_lack=lambda name: not selection.wants(name),
+                spec=spec or Spec(),
+                workers=workers,
+                maintain=maintain,
+                work_dir=None if work_dir is None else Path(work_dir),
+            )
+            self._publisher = RankPublisher(
+                stream if isinstance(stream, Stream) else open_stream(stream),
+                self._ranks,
+                self._rank_folder,
+                holdings_of(sources),
+                settings,
+                allocate=self._allocator(baseline),
+                observer=observer,
+            )
+            if self._ranks.size > 1:
+                digests = msgspec.msgpack.encode(replica_digests(self._publisher.baseline, sources))
+                shared = self._ranks.share(digests)
+                check_replicas(
+                    self._publisher.baseline,
+                    [msgspec.msgpack.decode(one, type=dict[str, int]) for one in shared],
+                )
+            self._capture = Capture(self._publisher.baseline)
+        except BaseException:
+            self._clean()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def head(self) -> Version | None:
+        """The newest version that this publisher knows of; None: nothing was published yet."""
+        head = self._publisher.head
+        return None if head is None else Version.of(head)
+
+    @property
+    def baseline_bytes(self) -> int:
+        """Bytes of this rank's share of the last committed version."""
+        return self._publisher.baseline.byte_count
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names that are not published since they share the weights of another one."""
+        return dict(self._state.tied)
+
+    def publish(
+        self,
+        step: int | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> Ticket:
+        """Capture the weights as they are now; they become the next version in the background.
+
+        Call it between two optimizer steps, on every rank. Once it returns, training may go on.
+
+        Args:
+            step: The trainer's step.
+            metadata: JSON that travels along, such as rewards.
+            tensors: The tensors, instead of those of the model: the same ones by name, in any
+                order. They are drawn one by one, and each may be gone once the next is drawn. Of a
+                publish that is skipped none is drawn.
+
+        Raises:
+            TensorMismatch: The model changed by names, dtypes, shapes or sharding, or tied weights
+                differ.
+            Deadline: Another rank did not come; or with "block" the version before is not done.
+            InvalidArgument: The publisher was closed.
+        """
+        if self._is_closed:
+            raise InvalidArgument("this publisher was closed", hint="Open another one")
+        facts = facts_of(step, metadata)
+        ticket = Ticket(step)
+        self._count += 1
+        topic = f"{self._count}"
+        go = self._go(topic)
+        if go.fault is not None:
+            raise go.fault.error()
+        if go.is_skipped:
+            ticket._end("skipped")
+            return ticket
+        self._finish_last()
+        if go.is_mended:
+            self._ranks.mend()
+            self._is_broken = False
+        staging: Staging | Fault | None
+        try:
+            staging = self._captured(ticket, tensors)
+        except BaseException as error:
+            # The other ranks are told so; the caller gets the error itself.
+            self._start(topic, Fault.of(error), facts, ticket)
+            raise
+        self._start(topic, staging, facts, ticket)
+        return ticket
+
+    def _start(
+        self, topic: str, staging: Staging | Fault | None, facts: Facts, ticket: Ticket
+    ) -> None:
+        ticket._captured()
+        self._ticket = ticket
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(topic, staging, facts, ticket),
+            name="thinwire-publish",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> Version | None:
+        """Wait for the version that is on its way; returns the head.
+
+        Raises:
+            Deadline: It is still on its way after ``timeout_s``.
+            ThinwireError: It failed.
+        """
+        if self._ticket is not None:
+            self._ticket.wait(timeout_s)
+        return self.head
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for the version that is on its way, then let go of everything.
+
+        Args:
+            timeout_s: How long to wait; None: ``deadline_s``.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        limit_s = self._deadline_s if timeout_s is None else timeout_s
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        self._publisher.close()
+        self._clean()
+
+    def _go(self, topic: str) -> _Go:
+        """Rank 0 decides whether this publish takes place; all do as it says."""
+        if self._ranks.rank == 0:
+            self._ranks.tell(f"{topic}/go", msgspec.msgpack.encode(self._decide(topic)))
+        self._ranks.forget(str(self._count - 2))
+        heard = self._ranks.hear(f"{topic}/go", sign_of_life=f"{topic}/alive")
+        return msgspec.msgpack.decode(heard, type=_Go)
+
+    def _decide(self, topic: str) -> _Go:
+        ticket = self._ticket
+        if ticket is not None and not ticket.is_done and self._when_busy == "latest":
+            return _Go(is_skipped=True)
+        if ticket is not None and not ticket.is_done:
+            until_s = time.monotonic() + self._deadline_s
+            while not ticket.is_done and time.monotonic() < until_s:
+                self._ranks.tell(f"{topic}/alive", str(time.monotonic()).encode())
+                with suppress(ThinwireError):
+                    ticket.wait(min(1.0, self._deadline_s / 4))
+            if not ticket.is_done:
+                error = Deadline(
+                    f"the version before is still on its way after {self._deadline_s:g} s",
+                    hint="Is the store reachable? The observer is told of every failure",
+                )
+                return _Go(fault=Fault.of(error))
+        return _Go(is_mended=self._is_broken)
+
+    def _finish_last(self) -> None:
+        """Rank 0 is done with the version before: hear of it, if this rank has not yet."""
+        if self._thread is not None:
+            self._thread.join(self._deadline_s)
+            if self._thread.is_alive():
+                raise Deadline(
+                    f"this rank is still busy with the version before after {self._deadline_s:g} s",
+                    hint="Look at the logs of the other ranks",
+                )
+        try:
+            self._publisher.settle()
+        except ThinwireError:
+            # A failure was told by the ticket already; to know nothing is not good enough.
+            if not self._publisher.is_settled:
+                raise
+
+    def _captured(
+        self, ticket: Ticket, tensors: Iterable[tuple[str, torch.Tensor]] | None
+    ) -> Staging | None:
+        sources: Iterable[Source]
+        sources = self._state.sources() if tensors is None else self._state.drawn(tensors)
+        if not self._publisher.has_base:
+            self._capture.fill(sources)
+            return None
+        staging = Staging(self._rank_folder, self._memory_limit_bytes)
+        try:
+            ticket.changed_count = self._capture.diff(sources, staging)
+        except BaseException:
+            staging.close()
+            raise
+        return staging
+
+    def _run(
+        self, topic: str, staging: Staging | Fault | None, facts: Facts, ticket: Ticket
+    ) -> None:
+        version = None
+        failure: ThinwireError | None = None
+        try:
+            version = Version.of(self._publisher.publish(topic, staging, facts, ticket._enter))
+        except Exception as error:
+            failure = error if isinstance(error, ThinwireError) else Fault.of(error).error()
+            # The other ranks met the same error, or will: all mend the line at the next publish.
+            self._is_broken = self._ranks.size > 1
+        if isinstance(staging, Staging) and self._publisher.is_settled:
+            staging.close()
+        ticket._end("failed" if failure else "committed", version, failure)
+
+    def _allocator(self, baseline: str) -> Allocate:
+        if baseline == "disk":
+            return _on_disk(self._rank_folder / "baseline")
+        return _pinned if torch.cuda.is_available() else in_memory
+
+    def _clean(self) -> None:
+        with suppress(Exception):
+            self._ranks.close()
+        if self._is_temporary:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _is_job(group: Any) -> bool:
+    if group is False:
+        return False
+    is_ready = dist.is_available() and dist.is_initialized()
+    return is_ready and dist.get_world_size(group) > 1
+
+
+def _on_disk(path: Path) -> Allocate:
+    """A file without a name: gone with the process, whatever ends it."""
+
+    def allocate(size_bytes: int) -> Any:
+        path.unlink(missing_ok=True)
+        view = create_mapped(path, max(1, size_bytes))
+        path.unlink()
+        return view[:size_bytes]
+
+    return allocate
+
+
+def _pinned(size_bytes: int) -> Any:
+    """Memory that a GPU can copy to without the host's help."""
+    if size_bytes == 0:
+        return in_memory(0)
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()

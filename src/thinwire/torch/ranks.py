@@ -1,0 +1,212 @@
+"""The line between the ranks of a ``torch.distributed`` job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+import torch
+from thinwire.errors import Deadline, Unavailable
+from thinwire.publish.ranks import PeerFailed
+
+T = TypeVar("T")
+# How often the job's store is asked; its server answers thousands a second.
+_POLL_S = 0.005
+_LONGEST_POLL_S = 0.1
+# A value in the job's store may have 8 MiB.
+_PIECE_BYTES = 4 << 20
+_FAILED = -1
+_numbers = count()
+
+
+class JobRanks:
+    """Ranks of a process group, as :class:`thinwire.publish.ranks.Ranks`.
+
+    Small messages go through the job's own key-value store, on a connection of our own; bulk data
+    through a gloo group of our own. Neither the trainer's groups nor its accelerators are used, so
+    nothing here can wait for, or be mixed up with, what training does.
+
+    Args:
+        group: The process group; None: all ranks of the job.
+        deadline_s: How long to wait for another rank.
+    """
+
+    def __init__(self, group: Any = None, deadline_s: float = 600.0) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._deadline_s = deadline_s
+        # Every rank makes its publishers in the same order.
+        prefix = f"thinwire/{min(self._members)}-{len(self._members)}/{next(_numbers)}"
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store: Any = dist.distributed_c10d.PrefixStore(prefix, store.clone())
+        self._written: dict[str, set[str]] = {}
+        self._shared = count()
+        self._bulks = count()
+        self._bulk = self._new_bulk()
+
+    def exchange(self, outgoing: Mapping[int, bytes] | None) -> dict[int, bytes]:
+        """See :class:`thinwire.publish.ranks.Ranks`."""
+        sizes = [_FAILED] * self.size
+        if outgoing is not None:
+            sizes = [len(outgoing.get(rank, b"")) for rank in range(self.size)]
+        incoming = torch.empty(self.size, dtype=torch.int64)
+        self._all_to_all(incoming, torch.tensor(sizes, dtype=torch.int64), [], [])
+        incoming_sizes = incoming.tolist()
+        if outgoing is None or _FAILED in incoming_sizes:
+            ranks = [rank for rank, size in enumerate(incoming_sizes) if size == _FAILED]
+            raise PeerFailed(f"ranks {ranks} could not do their part")
+        sent = torch.empty(sum(sizes), dtype=torch.uint8)
+        at = 0
+        for rank, size in enumerate(sizes):
+            if size:
+                sent[at : at + size] = torch.frombuffer(
+                    bytearray(outgoing[rank]), dtype=torch.uint8
+                )
+            at += size
+        received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
+        self._all_to_all(received, sent, incoming_sizes, sizes)
+        found: dict[int, bytes] = {}
+        at = 0
+        for rank, size in enumerate(incoming_sizes):
+            if size:
+                found[rank] = received[at : at + size].numpy().tobytes()
+            at += size
+        return found
+
+    def mend(self) -> None:
+        """See :class:`thinwire.publish.ranks.Ranks`."""
+        self._bulk = self._new_bulk()
+
+    def tell(self, topic: str, data: bytes) -> None:
+        """See :class:`thinwire.publish.ranks.Ranks`."""
+        self._put(topic, data)
+
+    def hear(self, topic: str, *, sign_of_life: str = "") -> bytes:
+        """See :class:`thinwire.publish.ranks.Ranks`."""
+        return self._get(topic, "rank 0", sign_of_life)
+
+    def report(self, topic: str, data: bytes) -> None:
+        """See :class:`thinwire.publish.ranks.Ranks`."""
+        self._put(f"{topic}/{self.rank}", data)
+
+    def collect(self, topic: str, *, sign_of_life: str) -> list[bytes]:
+        """See :class:`thinwire.publish.ranks.Ranks`."""
+        until_s = time.monotonic() + self._deadline_s
+        found: dict[int, bytes] = {}
+        waiting = list(range(self.size))
+        signs = 0
+        while waiting and time.monotonic() < until_s:
+            key = f"{topic}/{waiting[0]}"
+            with suppress(Deadline):
+                found[waiting[0]] = self._get(key, "", deadline_s=min(1.0, self._deadline_s / 4))
+                self._written.setdefault(topic.partition("/")[0], set()).add(key)
+                waiting.pop(0)
+                continue
+            signs += 1
+            self.tell(sign_of_life, str(signs).encode())
+        for rank in waiting:
+            if self._call(partial(self._store.check, [f"{topic}/{rank}"])):
+                found[rank] = self._pieces(f"{topic}/{rank}")
+        missing = sorted(set(range(self.size)) - set(found))
+        if missing:
+            ranks = ", ".join(str(rank) for rank in missing[:16])
+            raise Deadline(
+                f"rank {ranks} did not do its part within {self._deadline_s:g} s",
+                hint="It died, or lags: look at its log. Nothing was published; the next publish "
+                "sends everything that changed since the last version",
+                ranks=missing,
+            )
+        return [found[rank] for rank in range(self.size)]
+
+    def forget(self, topic: str) -> None:
+        """See :class:`thinwire.publish.ranks.Ranks`."""
+        keys = self._written.pop(topic, set())
+        for key in keys if self.rank == 0 else ():
+            for piece in range(self._piece_count(key)):
+                self._call(partial(self._store.delete_key, f"{key}/{piece}"))
+            self._call(partial(self._store.delete_key, key))
+
+    def share(self, data: bytes) -> list[bytes]:
+        """See :class:`thinwire.publish.ranks.Ranks`."""
+        topic = f"share{next(self._shared)}"
+        self._put(f"{topic}/{self.rank}", data)
+        return [self._get(f"{topic}/{rank}", f"rank {rank}") for rank in range(self.size)]
+
+    def close(self) -> None:
+        """See :class:`thinwire.publish.ranks.Ranks`."""
+        self._bulk = None
+
+    def _new_bulk(self) -> Any:
+        """A group of our own on keys of our own: torch's names of groups depend on the others."""
+        store = dist.distributed_c10d.PrefixStore(f"bulk{next(self._bulks)}", self._store)
+        timeout = timedelta(seconds=self._deadline_s)
+        make: Any = dist.distributed_c10d.ProcessGroupGloo
+        return self._bulk_call(lambda: make(store, self.rank, self.size, timeout))
+
+    def _all_to_all(
+        self, out: torch.Tensor, data: torch.Tensor, out_sizes: list[int], sizes: list[int]
+    ) -> None:
+        self._bulk_call(lambda: self._bulk.alltoall_base(out, data, out_sizes, sizes).wait())
+
+    def _bulk_call(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise Unavailable(
+                f"another rank is gone, or did not answer within {self._deadline_s:g} s: "
+                f"{str(error).splitlines()[0]}",
+                hint="Look at the logs of the other ranks",
+            ) from error
+
+    def _put(self, key: str, data: bytes) -> None:
+        pieces = [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            self._call(partial(self._store.set, f"{key}/{number}", piece))
+        # Last: whoever sees it finds the pieces.
+        self._call(partial(self._store.set, key, str(len(pieces))))
+        self._written.setdefault(key.partition("/")[0], set()).add(key)
+
+    def _get(
+        self, key: str, whom: str, sign_of_life: str = "", deadline_s: float | None = None
+    ) -> bytes:
+        limit_s = self._deadline_s if deadline_s is None else deadline_s
+        until_s = time.monotonic() + limit_s
+        sign = b""
+        poll_s = _POLL_S
+        while not self._call(partial(self._store.check, [key])):
+            if sign_of_life and self._call(partial(self._store.check, [sign_of_life])):
+                now = self._pieces(sign_of_life)
+                if now != sign:
+                    sign, until_s = now, time.monotonic() + limit_s
+            if time.monotonic() >= until_s:
+                raise Deadline(
+                    f"nothing was heard from {whom} within {limit_s:g} s",
+                    hint="It died, or lags: look at its log",
+                )
+            time.sleep(poll_s)
+            poll_s = min(_LONGEST_POLL_S, 1.2 * poll_s)
+        return self._pieces(key)
+
+    def _pieces(self, key: str) -> bytes:
+        names = [f"{key}/{number}" for number in range(self._piece_count(key))]
+        return b"".join(self._call(partial(self._store.get, name)) for name in names)
+
+    def _piece_count(self, key: str) -> int:
+        return int(self._call(partial(self._store.get, key)))
+
+    def _call(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except (RuntimeError, dist.DistError) as error:
+            raise Unavailable(
+                f"the job's key-value store does not answer: {str(error).splitlines()[0]}",
+                hint="The process that runs it, mostly rank 0's or the launcher, is gone",
+            ) from error
