@@ -141,15 +141,17 @@ class CodedTensor(NamedTuple):
         name: Its name.
         dtype: Its dtype.
         shape: Its shape.
-        chunks: Of each chunk its section, and what coding it found; a member of a group has one
-            entry without a section, whose digests are those of the tensor.
+        facts: What coding each chunk found; a member of a group has one entry, whose digests are
+            those of the tensor.
+        sections: The section of each chunk, drawn when it is written; of a member of a group none.
         group: The number of its group; None: it has chunks of its own.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: Sequence[tuple[bytes, Facts]]
+    facts: Sequence[Facts]
+    sections: Iterable[bytes]
     group: int | None
 
 
@@ -203,12 +205,11 @@ def write_coded(
                 digests.append(tensor.digest)
                 continue
             record.group = tensor.group
-            facts = [found for _, found in tensor.chunks]
-            is_changed = any(found.changed_count for found in facts)
-            for section, _ in tensor.chunks if tensor.group is None and is_changed else ():
+            is_changed = any(found.changed_count for found in tensor.facts)
+            for section in tensor.sections if tensor.group is None and is_changed else ():
                 _put_section(spool, section, tensor.dtype, class_coded)
                 record.sizes.append(len(section))
-            digests += _settle_both(record, facts)
+            digests += _settle_both(record, tensor.facts)
         for dtype, section in groups:
             _put_section(spool, section, dtype, class_coded)
             index.groups.append(GroupRecord(dtype, len(section)))

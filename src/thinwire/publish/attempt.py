@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar, cast
+from typing import BinaryIO, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from thinwire.errors import BaseMismatch, ChecksumMismatch
 from thinwire.maintain.upload import put_files
 from thinwire.publish.baseline import Baseline, Changes, as_words
 from thinwire.publish.ranks import Ranks
-from thinwire.publish.staging import Found, Staging
+from thinwire.publish.staging import Found, Staging, nameless
 from thinwire.publish.units import Plan, Unit
 from thinwire.store import Store
 from thinwire.stream import keys
@@ -34,6 +35,8 @@ from thinwire.stream.blocks import ObjectRecord, record_of_file
 
 T = TypeVar("T")
 _RUN_WORDS = 1 << 10
+# Chunks that are coded before their sections are handed on: what waits in memory is bounded.
+_ROUND_UNITS = 64
 
 
 class SentRun(msgspec.Struct, array_like=True):
@@ -64,8 +67,12 @@ class SentChanges(msgspec.Struct, array_like=True):
 
 
 class SentCounts(msgspec.Struct, array_like=True):
-    """Words by class field, changed ones, and those changed by one step; of one source."""
+    """Words by class field, changed ones, and those changed by one step; of one source.
 
+    With how many chunks of large tensors the rank encodes.
+    """
+
+    unit_count: int
     dtype: str
     source: int
     counts: bytes
@@ -129,6 +136,55 @@ class Encoded(NamedTuple):
     units: Mapping[int, tuple[Changes | None, int]]
 
 
+class _Fit(msgspec.Struct, array_like=True):
+    """What rank 0 found for all."""
+
+    tables: dict[str, bytes]
+    round_count: int
+
+
+class _Kept(NamedTuple):
+    """A coded unit of a container to be assembled here; its section lies in the spool."""
+
+    start: int
+    size: int
+    facts: Facts
+    steps: tuple[list[int], list[int]]
+
+
+class _Spool:
+    """Sections that wait for their container, in a file without a name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        with os_errors("cannot write", self._folder):
+            self._file = nameless(self._folder)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def keep(self, sent: SentUnit) -> _Kept:
+        """Put a unit's section aside."""
+        assert self._file is not None
+        facts = Facts(sent.changed_count, sent.base_digest, sent.new_digest)
+        with os_errors("cannot write", self._folder):
+            start = self._file.seek(0, 2)
+            self._file.write(sent.section)
+        return _Kept(start, len(sent.section), facts, sent.steps)
+
+    def section(self, kept: _Kept) -> bytes:
+        """A section that was put aside."""
+        assert self._file is not None
+        with os_errors("cannot read", self._folder):
+            self._file.seek(kept.start)
+            return self._file.read(kept.size)
+
+
 class Attempt:
     """Encodes what was captured; every rank runs one, in step with the others.
 
@@ -166,6 +222,8 @@ class Attempt:
         self._received: dict[int, dict[int, list[Found]]] = {}
         self._tables: dict[str, bytes] = {}
         self._changed: dict[int, tuple[Changes | None, int]] = {}
+        self._coded: dict[int, _Kept] = {}
+        self._spool = _Spool(folder)
 
     def encode(self, carried: Carried) -> Encoded:
         """Make the containers that this rank assembles.
@@ -174,18 +232,21 @@ class Attempt:
             PeerFailed: Another rank failed.
             ThinwireError: This one did; the others were told. The baseline is as it was.
         """
-        sent = exchanged(self._ranks, self._outgoing_changes, list[SentChanges])
-        for changes in sent:
+        for changes in exchanged(self._ranks, self._outgoing_changes, list[SentChanges]):
             runs = [run.found() for run in changes.runs]
             self._received.setdefault(changes.place, {})[changes.source] = runs
-        self._fit()
-        coded = exchanged(self._ranks, self._code_owned, list[SentUnit])
-        by_place = {unit.place: unit for unit in coded}
-        paths: dict[int, Path] = {}
-        for number, home in enumerate(self._plan.homes):
-            if home == self._ranks.rank:
-                beside = carried if number == 0 else Carried()
-                paths[number] = self._assemble(number, by_place, beside)
+        round_count = self._fit()
+        owned = [place for place, unit in self._baseline.owned() if self._is_large(unit)]
+        with self._spool:
+            for number in range(round_count):
+                batch = owned[number * _ROUND_UNITS : (number + 1) * _ROUND_UNITS]
+                for sent in exchanged(self._ranks, partial(self._code_all, batch), list[SentUnit]):
+                    self._coded[sent.place] = self._spool.keep(sent)
+            paths: dict[int, Path] = {}
+            for number, home in enumerate(self._plan.homes):
+                if home == self._ranks.rank:
+                    beside = carried if number == 0 else Carried()
+                    paths[number] = self._assemble(number, beside)
         return Encoded(paths, self._changed)
 
     def _found_in(self, place: int) -> dict[int, list[Found]]:
@@ -210,17 +271,25 @@ class Attempt:
                 outgoing.setdefault(unit.owner, []).append(changes)
         return outgoing
 
-    def _fit(self) -> None:
+    def _is_large(self, unit: Unit) -> bool:
+        return not self._plan.is_small(unit.tensor)
+
+    def _fit(self) -> int:
         """Fit one set of rate tables for all ranks to an even sample of everything.
 
         The sample does not depend on who holds what: nor, then, do the bytes of a chunk. Rank 0
         fits, since another processor might round otherwise.
+
+        Returns:
+            In how many rounds the coded units are exchanged.
         """
         sent = exchanged(self._ranks, lambda: {0: self._sample()}, list[SentCounts])
         topic = f"{self._topic}/tables"
         if self._ranks.rank == 0:
             totals: dict[str, np.ndarray] = {}
+            most_units = 0
             for part in sent:
+                most_units = max(most_units, part.unit_count)
                 row = dtype_named(part.dtype)
                 total = totals.setdefault(part.dtype, self._no_counts(row))
                 total[part.source] += np.frombuffer(part.counts, "<u8").reshape(total[0].shape)
@@ -228,8 +297,11 @@ class Attempt:
                 dtype: bytes(_native.fit(total, self._words_of(dtype)))
                 for dtype, total in totals.items()
             }
-            self._ranks.tell(topic, msgspec.msgpack.encode(fitted))
-        self._tables = msgspec.msgpack.decode(self._ranks.hear(topic), type=dict[str, bytes])
+            fit = _Fit(fitted, -(-most_units // _ROUND_UNITS))
+            self._ranks.tell(topic, msgspec.msgpack.encode(fit))
+        fit = msgspec.msgpack.decode(self._ranks.hear(topic), type=_Fit)
+        self._tables = fit.tables
+        return fit.round_count
 
     def _words_of(self, dtype: str) -> int:
         return sum(s.word_count for s in self._plan.spreads if s.dtype == dtype)
@@ -258,8 +330,9 @@ class Attempt:
             source = place * len(counts[dtype]) // self._plan.total_units
             codec = native_codec(row, b"")
             codec.sample(base, new, -runs_before % stride, stride, counts[dtype][source])
+        unit_count = sum(self._is_large(unit) for _, unit in self._baseline.owned())
         return [
-            SentCounts(dtype, source, rows.tobytes())
+            SentCounts(unit_count, dtype, source, rows.tobytes())
             for dtype, found in counts.items()
             for source, rows in enumerate(found)
             if rows.any() or source == 0
@@ -277,20 +350,18 @@ class Attempt:
         as_words(new, word_bytes)[changes.positions] = as_words(changes.words, word_bytes)
         return new, changes
 
-    def _code_owned(self) -> dict[int, list[SentUnit]]:
-        """Code the owned chunks of large tensors; digests of all owned ones go to their homes."""
+    def _code_all(self, places: Sequence[int]) -> dict[int, list[SentUnit]]:
+        """Code some owned chunks of large tensors, for the ranks that assemble them."""
         outgoing: dict[int, list[SentUnit]] = {}
-        large = [(p, u) for p, u in self._baseline.owned() if not self._plan.is_small(u.tensor)]
-        for (place, unit), (sent, changes) in zip(
-            large, map_in_order(self._code, large, self._workers), strict=True
-        ):
+        for sent, changes in map_in_order(self._code, places, self._workers):
+            unit = self._baseline.units[sent.place]
             outgoing.setdefault(self._plan.home_of(unit.tensor), []).append(sent)
             if sent.changed_count:
-                self._changed[place] = (None if unit.is_own else changes, sent.new_digest)
+                self._changed[sent.place] = (None if unit.is_own else changes, sent.new_digest)
         return outgoing
 
-    def _code(self, item: tuple[int, Unit]) -> tuple[SentUnit, Changes | None]:
-        place, unit = item
+    def _code(self, place: int) -> tuple[SentUnit, Changes | None]:
+        unit = self._baseline.units[place]
         known = self._baseline.digests[place]
         new, changes = self._new_of(place)
         if changes is None:
@@ -330,7 +401,7 @@ class Attempt:
                 tensor=name,
             )
 
-    def _assemble(self, number: int, coded: Mapping[int, SentUnit], carried: Carried) -> Path:
+    def _assemble(self, number: int, carried: Carried) -> Path:
         """Write a container."""
         steps = np.zeros((2, 64), np.int64)
         groups: list[tuple[str, bytes]] = []
@@ -342,18 +413,14 @@ class Attempt:
         for tensor in self._plan.containers[number]:
             spread = self._plan.spreads[tensor]
             if tensor in members:
-                group_number, facts = members[tensor]
-                chunks = [(b"", facts)]
-                own: int | None = group_number
-            else:
-                units = [coded[self._plan.place_of(unit)] for unit in self._plan.units_of(tensor)]
-                chunks = [
-                    (u.section, Facts(u.changed_count, u.base_digest, u.new_digest)) for u in units
-                ]
-                own = None
-                for unit in units:
-                    _add_steps(steps, unit.steps)
-            tensors.append(CodedTensor(spread.name, spread.dtype, spread.shape, chunks, own))
+                own, found = members[tensor]
+                tensors.append(CodedTensor(*spread[:3], [found], (), own))
+                continue
+            units = [self._coded[self._plan.place_of(u)] for u in self._plan.units_of(tensor)]
+            for unit in units:
+                _add_steps(steps, unit.steps)
+            facts = [unit.facts for unit in units]
+            tensors.append(CodedTensor(*spread[:3], facts, map(self._spool.section, units), None))
         tables = [
             unpack_table(dtype, packed[at : at + TABLE_BYTES])
             for dtype, packed in self._tables.items()

@@ -69,7 +69,7 @@ class Held(NamedTuple):
 
     def to_whole(self, elements: np.ndarray) -> np.ndarray:
         """Where elements of the part (int64, by their place in it) lie in the whole tensor."""
-        if self.size == self.whole_count or not self.shape:
+        if self.size in (0, self.whole_count):
             return elements
         found = np.zeros(elements.shape, np.int64)
         left = elements
@@ -90,7 +90,7 @@ class Held(NamedTuple):
         for axis, runs in enumerate(self.dims):
             pieces = [whole[(slice(None),) * axis + (slice(*run),)] for run in runs]
             whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
-        return np.ascontiguousarray(whole)
+        return np.ascontiguousarray(whole).reshape(self.local_shape + whole.shape[len(self.dims) :])
 
 
 def runs_of(indices: Sequence[int]) -> Runs:

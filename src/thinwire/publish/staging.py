@@ -83,7 +83,7 @@ class Staging:
     def _to_file(self, found: Found) -> _Filed:
         with os_errors("cannot write", self._folder):
             if self._file is None:
-                self._file = _nameless(self._folder)
+                self._file = nameless(self._folder)
             offset = self._file.seek(0, 2)
             size = None
             if found.positions is not None:
@@ -106,6 +106,6 @@ class Staging:
         return Found(filed.start, positions, words)
 
 
-def _nameless(folder: Path) -> BinaryIO:
+def nameless(folder: Path) -> BinaryIO:
     """A file that is gone once it is closed."""
     return cast(BinaryIO, tempfile.TemporaryFile(dir=folder))

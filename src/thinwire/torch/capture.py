@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-
 import torch
+
 from thinwire.codec import _native
 from thinwire.codec.digest import xxh3_64
 from thinwire.errors import TensorMismatch

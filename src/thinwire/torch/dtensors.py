@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from thinwire.errors import InvalidArgument
 from thinwire.publish.held import Held, runs_of
 
@@ -55,7 +56,8 @@ def held_of(name: str, tensor: torch.Tensor) -> Held | None:
             )
     held = Held(shape, tuple(runs))
     local_shape = tuple(local_of(tensor).shape)
-    if held.local_shape != local_shape:
+    is_empty = held.size == 0 and local_of(tensor).numel() == 0
+    if held.local_shape != local_shape and not is_empty:
         raise InvalidArgument(
             f"tensor {name!r}: its placements {list(placements)} say that {held.local_shape} is "
             f"here, and {local_shape} is",

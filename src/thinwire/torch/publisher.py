@@ -7,16 +7,17 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, cast
 
 import msgspec
-import torch.distributed as dist
-
 import torch
+import torch.distributed as dist
+from torch import nn
+
 from thinwire.checkpoint.disk import create_mapped, os_errors
 from thinwire.codec.chunk import Spec
 from thinwire.errors import Deadline, InvalidArgument, ThinwireError
@@ -34,8 +35,8 @@ from thinwire.torch.files import Files, check_weights_name, small_files
 from thinwire.torch.ranks import JobRanks
 from thinwire.torch.state import ModelState, Rename, Selection, Source, StateFn, holdings_of
 from thinwire.torch.ticket import Ticket
-from torch import nn
 
+T = TypeVar("T")
 WhenBusy = Literal["latest", "block"]
 
 
@@ -127,7 +128,7 @@ class TorchPublisher:
         baseline: Literal["memory", "disk"] = "memory",
         when_busy: WhenBusy = "latest",
         deadline_s: float = 600.0,
-        memory_limit_bytes: int = 256 << 20,
+        memory_limit_bytes: int = 128 << 20,
         workers: int = 1,
         spec: Spec | None = None,
         maintain: bool = True,
@@ -158,14 +159,12 @@ class TorchPublisher:
         self._is_broken = False
         self._is_closed = False
         try:
-            with os_errors("cannot make", self._rank_folder):
-                self._rank_folder.mkdir(parents=True, exist_ok=True)
-            sources = self._state.sources()
+            sources, opened, small = self._agreed(lambda: self._prepared(model, stream, files))
             settings = Settings(
                 new_lineage=new_lineage,
                 reference=reference or "",
                 base=base,
-                files=small_files(model, files),
+                files=small,
                 weights_name=weights_name,
                 metadata=self._state.tied,
                 may_lack=lambda name: not selection.wants(name),
@@ -175,7 +174,7 @@ class TorchPublisher:
                 work_dir=None if work_dir is None else Path(work_dir),
             )
             self._publisher = RankPublisher(
-                stream if isinstance(stream, Stream) else open_stream(stream),
+                opened,
                 self._ranks,
                 self._rank_folder,
                 holdings_of(sources),
@@ -310,6 +309,33 @@ class TorchPublisher:
             self._thread.join(limit_s)
         self._publisher.close()
         self._clean()
+
+    def _prepared(
+        self, model: object, stream: Stream | str | os.PathLike[str], files: Files | None
+    ) -> tuple[list[Source], Stream, dict[str, bytes]]:
+        """What can go wrong on one rank alone."""
+        with os_errors("cannot make", self._rank_folder):
+            self._rank_folder.mkdir(parents=True, exist_ok=True)
+        opened = stream if isinstance(stream, Stream) else open_stream(stream)
+        return self._state.sources(), opened, small_files(model, files)
+
+    def _agreed(self, prepare: Callable[[], T]) -> T:
+        """What ``prepare`` returns, once it did on every rank; else its error, on every rank."""
+        found: T | None = None
+        fault = None
+        mine: Exception | None = None
+        try:
+            found = prepare()
+        except Exception as error:
+            fault, mine = Fault.of(error), error
+        said = self._ranks.share(msgspec.msgpack.encode(fault))
+        if mine is not None:
+            raise mine
+        for rank, data in enumerate(said):
+            other = msgspec.msgpack.decode(data, type=Fault | None)
+            if other is not None:
+                raise other.error(rank)
+        return cast(T, found)
 
     def _go(self, topic: str) -> _Go:
         """Rank 0 decides whether this publish takes place; all do as it says."""

@@ -10,9 +10,9 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-import torch
 from thinwire.errors import Deadline, Unavailable
 from thinwire.publish.ranks import PeerFailed
 

@@ -7,12 +7,13 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
+from torch import nn
+
 from thinwire.codec.dtypes import DTYPES
 from thinwire.errors import InvalidArgument, TensorMismatch
 from thinwire.publish.held import Held
 from thinwire.publish.units import Holding
 from thinwire.torch.dtensors import held_of, local_of
-from torch import nn
 
 State = Mapping[str, torch.Tensor]
 StateFn = Callable[[], State]
@@ -72,12 +73,14 @@ class Source(NamedTuple):
         tensor: The part that is here: contiguous or not, on any device.
         dtype: The dtype that it is published in.
         held: Which part that is; None: none of it.
+        identity: That of the whole tensor's object: the same for two names of one parameter.
     """
 
     name: str
     tensor: torch.Tensor
     dtype: torch.dtype
     held: Held | None
+    identity: int
 
 
 class ModelState:
@@ -185,7 +188,7 @@ class ModelState:
                 f"tensor {name!r} is on the meta device: it has no weights",
                 hint="Publish after the weights were loaded",
             )
-        return Source(name, local_of(tensor), dtype, held_of(name, tensor))
+        return Source(name, local_of(tensor), dtype, held_of(name, tensor), id(tensor))
 
 
 def dtype_name(dtype: torch.dtype, name: str = "") -> str:
@@ -254,10 +257,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _memory_of(source: Source) -> tuple[object, ...]:
-    """What is equal for two names of the same memory; empty parts share nothing."""
+    """What is equal for two names of the same memory, or, where nothing is here, of one object."""
     tensor = source.tensor
     if tensor.numel() == 0:
-        return (source.name,)
+        return (source.identity,)
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
