@@ -20,9 +20,10 @@ from thinwire.cli.app import app
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+TRAINER = (ROOT / "docs" / "guides" / "trainer.md").read_text(encoding="utf-8")
 DOCUMENTS = [
     *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").glob("**/*.md")),
 ]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`[^`\n]*`")
@@ -68,7 +69,10 @@ def error_rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-@pytest.mark.parametrize("source", [*blocks(README, "python"), *blocks(GUIDE, "python")])
+EXAMPLES = [source for text in (README, GUIDE, TRAINER) for source in blocks(text, "python")]
+
+
+@pytest.mark.parametrize("source", EXAMPLES)
 def test_python_examples_run(source: str, tmp_path: Path) -> None:
     if "import torch" in source and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed: this example of the README was NOT run")

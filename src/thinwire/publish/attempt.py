@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Self, TypeVar, cast
+from typing import BinaryIO, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -26,8 +26,18 @@ from thinwire.codec.write import CodedTensor, Facts, SameTensor, code_unit, writ
 from thinwire.errors import BaseMismatch, ChecksumMismatch
 from thinwire.maintain.upload import put_files
 from thinwire.publish.baseline import Baseline, Changes, as_words
+from thinwire.publish.messages import (
+    Fit,
+    Receipt,
+    SentChanges,
+    SentCounts,
+    SentRun,
+    SentUnit,
+    TensorRow,
+)
 from thinwire.publish.ranks import Ranks
-from thinwire.publish.staging import Found, Staging, nameless
+from thinwire.publish.spool import Kept, Spool
+from thinwire.publish.staging import Found, Staging
 from thinwire.publish.units import Plan, Unit
 from thinwire.store import Store
 from thinwire.stream import keys
@@ -37,79 +47,6 @@ T = TypeVar("T")
 _RUN_WORDS = 1 << 10
 # Chunks that are coded before their sections are handed on: what waits in memory is bounded.
 _ROUND_UNITS = 64
-
-
-class SentRun(msgspec.Struct, array_like=True):
-    """A run of changes on its way to the rank that encodes the unit."""
-
-    start: int
-    positions: bytes | None
-    words: bytes
-
-    @classmethod
-    def of(cls, found: Found) -> SentRun:
-        """To send."""
-        positions = None if found.positions is None else found.positions.tobytes()
-        return cls(found.start, positions, found.words.tobytes())
-
-    def found(self) -> Found:
-        """As it was found."""
-        positions = None if self.positions is None else np.frombuffer(self.positions, "<u4")
-        return Found(self.start, positions, np.frombuffer(self.words, np.uint8))
-
-
-class SentChanges(msgspec.Struct, array_like=True):
-    """What a source found in a unit."""
-
-    place: int
-    source: int
-    runs: list[SentRun]
-
-
-class SentCounts(msgspec.Struct, array_like=True):
-    """Words by class field, changed ones, and those changed by one step; of one source.
-
-    With how many chunks of large tensors the rank encodes.
-    """
-
-    unit_count: int
-    dtype: str
-    source: int
-    counts: bytes
-
-
-class SentUnit(msgspec.Struct, array_like=True):
-    """A coded unit on its way to the rank that assembles its container."""
-
-    place: int
-    section: bytes
-    changed_count: int
-    base_digest: int
-    new_digest: int
-    steps: tuple[list[int], list[int]]
-
-
-class TensorRow(msgspec.Struct, array_like=True):
-    """A tensor of a container, as the version's digest lists it."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    old_digest: int | None
-    new_digest: int
-
-
-class Receipt(msgspec.Struct, array_like=True):
-    """A container that was uploaded.
-
-    ``files``: name, kind, size and digest of what travels beside the tensors.
-    """
-
-    number: int
-    record: ObjectRecord
-    tensors: list[TensorRow]
-    files: list[tuple[str, str, int, int]]
-    changed_count: int
 
 
 class Carried(NamedTuple):
@@ -134,55 +71,6 @@ class Encoded(NamedTuple):
 
     paths: Mapping[int, Path]
     units: Mapping[int, tuple[Changes | None, int]]
-
-
-class _Fit(msgspec.Struct, array_like=True):
-    """What rank 0 found for all."""
-
-    tables: dict[str, bytes]
-    round_count: int
-
-
-class _Kept(NamedTuple):
-    """A coded unit of a container to be assembled here; its section lies in the spool."""
-
-    start: int
-    size: int
-    facts: Facts
-    steps: tuple[list[int], list[int]]
-
-
-class _Spool:
-    """Sections that wait for their container, in a file without a name."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> Self:
-        with os_errors("cannot write", self._folder):
-            self._file = nameless(self._folder)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def keep(self, sent: SentUnit) -> _Kept:
-        """Put a unit's section aside."""
-        assert self._file is not None
-        facts = Facts(sent.changed_count, sent.base_digest, sent.new_digest)
-        with os_errors("cannot write", self._folder):
-            start = self._file.seek(0, 2)
-            self._file.write(sent.section)
-        return _Kept(start, len(sent.section), facts, sent.steps)
-
-    def section(self, kept: _Kept) -> bytes:
-        """A section that was put aside."""
-        assert self._file is not None
-        with os_errors("cannot read", self._folder):
-            self._file.seek(kept.start)
-            return self._file.read(kept.size)
 
 
 class Attempt:
@@ -222,8 +110,8 @@ class Attempt:
         self._received: dict[int, dict[int, list[Found]]] = {}
         self._tables: dict[str, bytes] = {}
         self._changed: dict[int, tuple[Changes | None, int]] = {}
-        self._coded: dict[int, _Kept] = {}
-        self._spool = _Spool(folder)
+        self._coded: dict[int, Kept] = {}
+        self._spool = Spool(folder)
 
     def encode(self, carried: Carried) -> Encoded:
         """Make the containers that this rank assembles.
@@ -297,9 +185,9 @@ class Attempt:
                 dtype: bytes(_native.fit(total, self._words_of(dtype)))
                 for dtype, total in totals.items()
             }
-            fit = _Fit(fitted, -(-most_units // _ROUND_UNITS))
+            fit = Fit(fitted, -(-most_units // _ROUND_UNITS))
             self._ranks.tell(topic, msgspec.msgpack.encode(fit))
-        fit = msgspec.msgpack.decode(self._ranks.hear(topic), type=_Fit)
+        fit = msgspec.msgpack.decode(self._ranks.hear(topic), type=Fit)
         self._tables = fit.tables
         return fit.round_count
 

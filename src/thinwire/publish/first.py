@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from thinwire.checkpoint.disk import ByteArray, create_mapped, sync, write_file
 from thinwire.checkpoint.file_names import INDEX_NAME
 from thinwire.codec.container import Attachment
 from thinwire.codec.digest import tensor_digest, xxh3_64
-from thinwire.maintain.upload import file_record, put_files
-from thinwire.publish.attempt import TensorRow, exchanged
+from thinwire.maintain.upload import file_record
+from thinwire.publish.attempt import exchanged
 from thinwire.publish.baseline import Baseline, scatter
+from thinwire.publish.messages import FileReceipt, SentPart, TensorRow
 from thinwire.publish.ranks import Ranks
 from thinwire.publish.source import FILE_BYTES, index_of, safetensors_header
 from thinwire.publish.units import Plan, Unit
-from thinwire.store import Store
-from thinwire.stream.records import FileRecord
 
 # What a rank receives at a time.
 _ROUND_BYTES = 16 << 20
-
-
-class SentPart(msgspec.Struct, array_like=True):
-    """A source's raw bytes of a unit."""
-
-    place: int
-    source: int
-    data: bytes
-
-
-class FileReceipt(msgspec.Struct, array_like=True):
-    """A file that was uploaded.
-
-    Attributes:
-        record: Its name, size and digests.
-        kind: "header" of a weights file, or "file".
-        size: Bytes of the header, or of the whole small file.
-        digest: XXH3-64 of these bytes.
-        tensors: What the file holds.
-    """
-
-    record: FileRecord
-    kind: str
-    size: int
-    digest: int
-    tensors: list[TensorRow]
 
 
 class WeightsFile(NamedTuple):
@@ -143,9 +115,14 @@ class FirstVersion:
         return paths
 
     def receipts(
-        self, paths: Mapping[str, Path], small: Mapping[str, bytes], is_first_rank: bool
+        self, paths: Mapping[str, Path], small: Mapping[str, bytes] | None
     ) -> tuple[list[FileReceipt], dict[str, Path]]:
-        """What this rank's files hold; on rank 0 with the small files, which it writes."""
+        """What this rank's files hold.
+
+        Args:
+            paths: Its weights files.
+            small: On rank 0 the small files, which are written, and returned by name.
+        """
         receipts = []
         for file in self._files:
             if file.name in paths:
@@ -154,7 +131,7 @@ class FirstVersion:
                 record = file_record(file.name, paths[file.name])
                 receipts.append(FileReceipt(record, "header", len(header), xxh3_64(header), rows))
         others: dict[str, Path] = {}
-        if is_first_rank:
+        if small is not None:
             contents = dict(small)
             if len(self._files) > 1:
                 names = {
@@ -232,15 +209,6 @@ class FirstVersion:
         spread = self._plan.spreads[tensor]
         digest = tensor_digest(spread.dtype, self._views[tensor])
         return TensorRow(spread.name, spread.dtype, list(spread.shape), None, digest)
-
-
-def upload_files(store: Store, files: Mapping[str, Path], key_of: Callable[[str], str]) -> None:
-    """Upload an anchor's files.
-
-    Raises:
-        StoreError: One could not be uploaded.
-    """
-    put_files(store, [(key_of(name), path) for name, path in files.items()])
 
 
 def attachments_of(receipts: Sequence[FileReceipt]) -> list[Attachment]:

@@ -48,24 +48,22 @@ class Held(NamedTuple):
         """How many elements the part has."""
         return math.prod(self.local_shape)
 
-    def before(self, element: int) -> int:
-        """How many elements of the part come before one of the whole tensor, or its end."""
-        if element >= self.whole_count:
-            return self.size
-        found = 0
-        local_rest = self.size
-        rest = self.whole_count
+    def before(self, elements: np.ndarray) -> np.ndarray:
+        """How many elements of the part come before each place in the whole tensor (int64)."""
+        found = np.zeros(elements.shape, np.int64)
+        if self.size == 0:
+            return found
+        is_held = np.ones(elements.shape, bool)
+        left = elements
+        rest, local_rest = self.whole_count, self.size
         for size, runs, local_size in zip(self.shape, self.dims, self.local_shape, strict=True):
-            if local_rest == 0:
-                return 0
             rest //= size
             local_rest //= local_size
-            index, element = divmod(element, rest)
-            at, is_held = _place(runs, index)
-            found += at * local_rest
-            if not is_held:
-                return found
-        return found
+            index, left = np.divmod(left, rest)
+            place, is_here = _places(runs, index)
+            found += np.where(is_held, place * local_rest, 0)
+            is_held &= is_here
+        return np.where(elements >= self.whole_count, self.size, found)
 
     def to_whole(self, elements: np.ndarray) -> np.ndarray:
         """Where elements of the part (int64, by their place in it) lie in the whole tensor."""
@@ -81,17 +79,6 @@ class Held(NamedTuple):
             found += _indices(runs, index) * rest
         return found
 
-    def take(self, whole: np.ndarray) -> np.ndarray:
-        """The part of a whole tensor, contiguous; a view where that is possible.
-
-        Args:
-            whole: An array of the whole tensor's shape, which may have more dimensions behind.
-        """
-        for axis, runs in enumerate(self.dims):
-            pieces = [whole[(slice(None),) * axis + (slice(*run),)] for run in runs]
-            whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
-        return np.ascontiguousarray(whole).reshape(self.local_shape + whole.shape[len(self.dims) :])
-
 
 def runs_of(indices: Sequence[int]) -> Runs:
     """Rising indices as runs; none at all are one empty run."""
@@ -104,16 +91,15 @@ def runs_of(indices: Sequence[int]) -> Runs:
     return tuple(runs) or ((0, 0),)
 
 
-def _place(runs: Runs, index: int) -> tuple[int, bool]:
-    """How many held indices come before one, and whether it is held itself."""
-    before = 0
-    for start, stop in runs:
-        if index < start:
-            break
-        if index < stop:
-            return before + index - start, True
-        before += stop - start
-    return before, False
+def _places(runs: Runs, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many held indices come before each, and whether it is held itself."""
+    starts = np.array([start for start, _ in runs], np.int64)
+    sizes = np.array([stop - start for start, stop in runs], np.int64)
+    before = np.concatenate([[0], np.cumsum(sizes)])
+    number = np.maximum(np.searchsorted(starts, indices, side="right") - 1, 0)
+    offset = indices - starts[number]
+    is_held = (offset >= 0) & (offset < sizes[number])
+    return before[number] + np.clip(offset, 0, sizes[number]), is_held
 
 
 def _indices(runs: Runs, places: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +21,20 @@ MAX_CONTAINERS = 64
 CONTAINER_RAW_BYTES = 32 << 30
 
 
+class Layout(NamedTuple):
+    """How tensors of one shape are spread over ranks; most tensors of a model share a few of them.
+
+    Attributes:
+        shape: The whole shape.
+        parts: The different parts that there are: together they are the tensor.
+        holders: Of each part, the ranks that hold it, rising.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[Held, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+
 class Spread(NamedTuple):
     """A tensor, and how it is spread over ranks.
 
@@ -28,15 +42,23 @@ class Spread(NamedTuple):
         name: Its published name.
         dtype: Its published dtype, by its safetensors name.
         shape: Its whole shape.
-        parts: The different parts that there are: together they are the tensor.
-        holders: Of each part, the ranks that hold it, rising.
+        layout: Which rank holds what.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Held, ...]
-    holders: tuple[tuple[int, ...], ...]
+    layout: Layout
+
+    @property
+    def parts(self) -> tuple[Held, ...]:
+        """The different parts that there are."""
+        return self.layout.parts
+
+    @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Of each part, the ranks that hold it, rising."""
+        return self.layout.holders
 
     @property
     def word_count(self) -> int:
@@ -112,7 +134,8 @@ class Plan:
 
     def __init__(self, spreads: Sequence[Spread], rank_count: int) -> None:
         for spread in spreads:
-            _check_covered(spread)
+            if not _is_covered(spread.layout):
+                raise _not_whole(spread)
         self.spreads = tuple(spreads)
         self.containers = _containers(self.spreads, rank_count)
         self.homes = [k * rank_count // len(self.containers) for k in range(len(self.containers))]
@@ -125,7 +148,7 @@ class Plan:
         }
         counts = [self.unit_count(tensor) for tensor in range(len(self.spreads))]
         self._first_units = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._cuts: dict[int, list[np.ndarray]] = {}
+        self._cuts: dict[tuple[int, int], np.ndarray] = {}
 
     def is_small(self, tensor: int) -> bool:
         """Whether a tensor shares a chunk with others."""
@@ -153,19 +176,13 @@ class Plan:
 
     def units_of(self, tensor: int) -> Iterator[Unit]:
         """The units of a tensor, in order."""
-        words = self.spreads[tensor].word_count
-        step = max(1, words) if self.is_small(tensor) else CHUNK_WORDS
         for number in range(self.unit_count(tensor)):
-            start = number * step
-            yield self._unit(tensor, number, start, min(start + step, words))
+            yield self.unit(tensor, number)
 
     def unit_at(self, place: int) -> Unit:
         """The unit of that number among all of them."""
         tensor = int(np.searchsorted(self._first_units, place, side="right")) - 1
-        number = place - int(self._first_units[tensor])
-        words = self.spreads[tensor].word_count
-        step = max(1, words) if self.is_small(tensor) else CHUNK_WORDS
-        return self._unit(tensor, number, number * step, min((number + 1) * step, words))
+        return self.unit(tensor, place - int(self._first_units[tensor]))
 
     def home_of(self, tensor: int) -> int:
         """The rank that assembles a tensor's container."""
@@ -174,10 +191,15 @@ class Plan:
     def units_for(self, rank: int) -> Iterator[Unit]:
         """The units that a rank has to do with: it owns them, or captures a part."""
         for tensor, spread in enumerate(self.spreads):
-            is_home = self.home_of(tensor) == rank
-            if not is_home and not any(rank in holders for holders in spread.holders):
-                continue
-            for unit in self.units_of(tensor):
+            own = next((k for k, ranks in enumerate(spread.holders) if rank in ranks), None)
+            numbers: Iterable[int] = ()
+            if self.is_small(tensor):
+                numbers = (0,)
+            elif own is not None:
+                cuts = self._part_cuts(tensor)[own]
+                numbers = np.flatnonzero(cuts[1:] > cuts[:-1]).tolist()
+            for number in numbers:
+                unit = self.unit(tensor, number)
                 if unit.owner == rank or any(source.rank == rank for source in unit.sources):
                     yield unit
 
@@ -197,15 +219,18 @@ class Plan:
             open_groups[spread.dtype] = ([], 0) if total >= GROUP_WORDS else (members, total)
         return groups
 
-    def _unit(self, tensor: int, number: int, start: int, stop: int) -> Unit:
+    def unit(self, tensor: int, number: int) -> Unit:
+        """A unit of a tensor."""
         spread = self.spreads[tensor]
+        words = spread.word_count
+        step = max(1, words) if self.is_small(tensor) else CHUNK_WORDS
+        start, stop = number * step, min((number + 1) * step, words)
+        cuts = self._part_cuts(tensor)
         sources = []
-        for part, cuts in enumerate(self._part_cuts(tensor)):
-            first, last = int(cuts[number]), int(cuts[number + 1])
-            if first < last:
-                holders = spread.holders[part]
-                rank = holders[(tensor + number) % len(holders)]
-                sources.append(Source(rank, part, first, last))
+        for part in np.flatnonzero(cuts[:, number + 1] > cuts[:, number]).tolist():
+            holders = spread.holders[part]
+            rank = holders[(tensor + number) % len(holders)]
+            sources.append(Source(rank, part, int(cuts[part, number]), int(cuts[part, number + 1])))
         if self.is_small(tensor) or not sources:
             owner = self.home_of(tensor)
         else:
@@ -215,23 +240,18 @@ class Plan:
             owner = (largest if is_mostly else sources[(tensor + number) % len(sources)]).rank
         return Unit(tensor, number, start, stop, owner, tuple(sources))
 
-    def _part_cuts(self, tensor: int) -> list[np.ndarray]:
-        """Where the units begin in each part, with the end of the last one."""
-        found = self._cuts.get(tensor)
+    def _part_cuts(self, tensor: int) -> np.ndarray:
+        """Where the units begin in each part, and the end of the last one: a row for each part."""
+        spread = self.spreads[tensor]
+        words = spread.word_count
+        key = (id(spread.layout), words)
+        found = self._cuts.get(key)
         if found is None:
-            spread = self.spreads[tensor]
-            words = spread.word_count
-            per_element = words // max(1, math.prod(spread.shape))
+            per_element = max(1, words // max(1, math.prod(spread.shape)))
             step = max(1, words) if self.is_small(tensor) else CHUNK_WORDS
-            marks = [*range(0, words, step), words] if words else [0, 0]
-            found = [
-                np.array([part.before(mark // per_element) for mark in marks], np.int64)
-                * per_element
-                if words
-                else np.zeros(2, np.int64)
-                for part in spread.parts
-            ]
-            self._cuts[tensor] = found
+            marks = np.array([*range(0, max(1, words), step), words], np.int64) // per_element
+            found = np.stack([part.before(marks) * per_element for part in spread.parts])
+            self._cuts[key] = found
         return found
 
 
@@ -254,7 +274,7 @@ def spread_over(holdings: Sequence[Sequence[Holding]]) -> list[Spread]:
     parts: dict[str, dict[Held, list[int]]] = {}
     for rank, held in enumerate(holdings):
         for one in held:
-            facts = (one.dtype, tuple(one.shape))
+            facts = (one.dtype, one.shape)
             if found.setdefault(one.name, facts) != facts:
                 raise TensorMismatch(
                     f"tensor {one.name!r} is {one.dtype} {list(one.shape)} on rank {rank} and "
@@ -262,45 +282,42 @@ def spread_over(holdings: Sequence[Sequence[Holding]]) -> list[Spread]:
                     hint="Every rank must publish the same model",
                     tensor=one.name,
                 )
-            part = Held(tuple(one.shape), one.dims)
+            part = Held(one.shape, one.dims)
             parts.setdefault(one.name, {}).setdefault(part, []).append(rank)
-    return [_spread(name, *found[name], parts[name]) for name in found]
+    layouts: dict[Layout, Layout] = {}
+    spreads = []
+    for name, (dtype, shape) in found.items():
+        layout = _layout(shape, parts[name])
+        spreads.append(Spread(name, dtype, shape, layouts.setdefault(layout, layout)))
+    return spreads
 
 
-def _spread(
-    name: str, dtype: str, shape: tuple[int, ...], parts: Mapping[Held, list[int]]
-) -> Spread:
+def _layout(shape: tuple[int, ...], parts: Mapping[Held, list[int]]) -> Layout:
     filled = {part: ranks for part, ranks in parts.items() if part.size} or dict(parts)
     ordered = sorted(filled.items(), key=lambda item: (item[0].dims, item[1]))
-    return Spread(
-        name,
-        dtype,
-        shape,
-        tuple(part for part, _ in ordered),
-        tuple(tuple(sorted(ranks)) for _, ranks in ordered),
+    holders = tuple(tuple(sorted(ranks)) for _, ranks in ordered)
+    return Layout(shape, tuple(part for part, _ in ordered), holders)
+
+
+def _not_whole(spread: Spread) -> TensorMismatch:
+    return TensorMismatch(
+        f"tensor {spread.name!r} is not whole: its ranks hold "
+        f"{sum(part.size for part in spread.parts)} elements of {math.prod(spread.shape)}, or some "
+        "of them twice in different parts",
+        hint="Every rank of the model must take part in the publisher's group",
+        tensor=spread.name,
     )
 
 
-def _check_covered(spread: Spread) -> None:
-    """Raise unless the parts are the tensor, each element once."""
-    total = math.prod(spread.shape)
-    is_covered = sum(part.size for part in spread.parts) == total
-    if not is_covered or not _are_disjoint(spread.parts):
-        raise TensorMismatch(
-            f"tensor {spread.name!r} is not whole: its ranks hold "
-            f"{sum(part.size for part in spread.parts)} elements of {total}, or some of them "
-            "twice in different parts",
-            hint="Every rank of the model must take part in the publisher's group",
-            tensor=spread.name,
-        )
-
-
 @lru_cache(maxsize=256)
-def _are_disjoint(parts: tuple[Held, ...]) -> bool:
-    """Whether no two parts share an element: in some dimension their indices differ.
+def _is_covered(layout: Layout) -> bool:
+    """Whether the parts are the tensor, each element once."""
+    total = math.prod(layout.shape)
+    return sum(part.size for part in layout.parts) == total and _are_disjoint(layout.parts)
 
-    Most tensors of a model have the shape and the parts of another.
-    """
+
+def _are_disjoint(parts: Sequence[Held]) -> bool:
+    """Whether no two parts share an element: in some dimension their indices differ."""
     by_dims: dict[tuple[object, ...], bool] = {}
     for i, one in enumerate(parts):
         for other in parts[:i]:

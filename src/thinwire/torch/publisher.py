@@ -25,12 +25,14 @@ from thinwire.follow import Stream, open_stream
 from thinwire.publish.baseline import Allocate, in_memory
 from thinwire.publish.making import Facts
 from thinwire.publish.publisher import facts_of
-from thinwire.publish.rank_publisher import RankPublisher, Settings
+from thinwire.publish.rank_publisher import RankPublisher
 from thinwire.publish.ranks import Alone, Fault, Ranks
+from thinwire.publish.settings import Settings
 from thinwire.publish.staging import Staging
-from thinwire.stream.events import Observer
+from thinwire.stream.events import Observer, Refused
 from thinwire.stream.version import Version
 from thinwire.torch.capture import Capture, check_replicas, replica_digests
+from thinwire.torch.device_diff import DeviceDiffMode
 from thinwire.torch.files import Files, check_weights_name, small_files
 from thinwire.torch.ranks import JobRanks
 from thinwire.torch.state import ModelState, Rename, Selection, Source, StateFn, holdings_of
@@ -90,12 +92,16 @@ class TorchPublisher:
             one that is not skipped has it all; "block" waits.
         deadline_s: How long to wait for another rank, and with "block" for the version before.
         memory_limit_bytes: What captured changes may take in memory; more of them go to a file.
+        device_diff: Whether changes are looked for on the GPU on which the weights lie, at the cost
+            of as much of its memory as is published: "auto" where that memory is free and it was
+            faster when both ways were tried, "on" also where it was not, "off".
         workers: Threads for encoding.
         spec: What to ask of the encoder.
         maintain: Let a thread of rank 0 make anchors and merged deltas, unless a
             ``thinwire maintain`` runs.
         work_dir: Where that thread keeps its copies of the model; None: inside ``folder``.
-        observer: Told of every event, on rank 0.
+        observer: Told of every event, on rank 0; on any rank of a GPU that is not asked for changes
+            any more.
         group: The process group; None: all ranks of the job, or this process where there is none;
             False: this process alone, whatever the job is.
 
@@ -129,6 +135,7 @@ class TorchPublisher:
         when_busy: WhenBusy = "latest",
         deadline_s: float = 600.0,
         memory_limit_bytes: int = 128 << 20,
+        device_diff: DeviceDiffMode = "auto",
         workers: int = 1,
         spec: Spec | None = None,
         maintain: bool = True,
@@ -140,6 +147,10 @@ class TorchPublisher:
             raise InvalidArgument(
                 f"baseline is {baseline!r}, when_busy is {when_busy!r}",
                 hint='baseline is "memory" or "disk", when_busy "latest" or "block"',
+            )
+        if device_diff not in ("auto", "on", "off"):
+            raise InvalidArgument(
+                f"device_diff is {device_diff!r}", hint='It is "auto", "on" or "off"'
             )
         check_weights_name(weights_name)
         selection = Selection(
@@ -189,7 +200,21 @@ class TorchPublisher:
                     self._publisher.baseline,
                     [msgspec.msgpack.decode(one, type=dict[str, int]) for one in shared],
                 )
-            self._capture = Capture(self._publisher.baseline)
+
+            def refused(error: ThinwireError) -> None:
+                if observer is not None:
+                    version = 0 if self.head is None else self.head.version
+                    facts = {"url": opened.url, "lineage": "", "code": error.code}
+                    observer.on_event(Refused(version=version, reason=str(error), **facts))
+
+            self._capture = self._agreed(
+                lambda: Capture(
+                    self._publisher.baseline,
+                    sources,
+                    device_diff=device_diff,
+                    on_refused=refused,
+                )
+            )
         except BaseException:
             self._clean()
             raise
@@ -215,6 +240,11 @@ class TorchPublisher:
     def baseline_bytes(self) -> int:
         """Bytes of this rank's share of the last committed version."""
         return self._publisher.baseline.byte_count
+
+    @property
+    def device_choices(self) -> Mapping[str, str]:
+        """By GPU of this rank: whether changes are found there ("device: ...") or not, and why."""
+        return self._capture.device_choices
 
     @property
     def tied(self) -> Mapping[str, str]:
@@ -258,6 +288,7 @@ class TorchPublisher:
             ticket._end("skipped")
             return ticket
         self._finish_last()
+        self._capture.settle(self._publisher.head)
         if go.is_mended:
             self._ranks.mend()
             self._is_broken = False
@@ -308,6 +339,7 @@ class TorchPublisher:
         if self._thread is not None:
             self._thread.join(limit_s)
         self._publisher.close()
+        self._capture.close()
         self._clean()
 
     def _prepared(

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -137,8 +138,12 @@ class JobRanks:
     def share(self, data: bytes) -> list[bytes]:
         """See :class:`thinwire.publish.ranks.Ranks`."""
         topic = f"share{next(self._shared)}"
-        self._put(f"{topic}/{self.rank}", data)
-        return [self._get(f"{topic}/{rank}", f"rank {rank}") for rank in range(self.size)]
+        self.report(topic, data)
+        if self.rank == 0:
+            said = self.collect(topic, sign_of_life=f"{topic}/alive")
+            self.tell(f"{topic}/all", msgspec.msgpack.encode(said))
+        heard = self.hear(f"{topic}/all", sign_of_life=f"{topic}/alive")
+        return msgspec.msgpack.decode(heard, type=list[bytes])
 
     def close(self) -> None:
         """See :class:`thinwire.publish.ranks.Ranks`."""

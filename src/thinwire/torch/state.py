@@ -178,6 +178,11 @@ class ModelState:
     def _source(self, name: str, tensor: torch.Tensor, is_buffer: bool) -> Source:
         dtype = self._selection.dtype_of(name, tensor, is_buffer)
         dtype_name(dtype, name)
+        if tensor.is_complex() != dtype.is_complex:
+            raise InvalidArgument(
+                f"tensor {name!r} is {tensor.dtype} and cannot be published as {dtype}",
+                hint="Publish complex tensors as they are (dtypes=)",
+            )
         if tensor.layout != torch.strided:
             raise InvalidArgument(
                 f"tensor {name!r} is {tensor.layout}, not an ordinary tensor",

@@ -1,0 +1,70 @@
+"""How ranks begin: who holds what, and whether all of them are ready."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+
+import msgspec
+
+from thinwire.errors import InvalidArgument, ThinwireError
+from thinwire.publish.held import Held
+from thinwire.publish.messages import Hello, Met, Ready, SentLayout, pack, unpack
+from thinwire.publish.ranks import Fault, Ranks
+from thinwire.publish.units import Holding, Layout, Plan, Spread, spread_over
+
+
+def meet(ranks: Ranks, holdings: Sequence[Holding]) -> tuple[list[str], Plan]:
+    """Rank 0 learns what each rank holds and tells all of them; all make the same plan."""
+    ranks.report("hello", pack(Hello(platform.node(), list(holdings))))
+    if ranks.rank == 0:
+        said = ranks.collect("hello", sign_of_life="greeting")
+        ranks.tell("met", pack(_met(said)))
+    data = ranks.hear("met", sign_of_life="greeting")
+    met = msgspec.msgpack.decode(unpack(data), type=Met)
+    if met.fault is not None:
+        raise met.fault.error()
+    layouts = [
+        Layout(
+            layout.shape,
+            tuple(Held(layout.shape, dims) for dims in layout.parts),
+            tuple(layout.holders),
+        )
+        for layout in met.layouts
+    ]
+    spreads = [
+        Spread(name, dtype, layouts[number].shape, layouts[number])
+        for name, dtype, number in met.tensors
+    ]
+    return met.hosts, Plan(spreads, ranks.size)
+
+
+def agree(ranks: Ranks, ready: Ready) -> list[Ready]:
+    """What every rank says; raises what any of them met."""
+    found = [
+        msgspec.msgpack.decode(data, type=Ready)
+        for data in ranks.share(msgspec.msgpack.encode(ready))
+    ]
+    for rank, one in enumerate(found):
+        if one.fault is not None:
+            raise one.fault.error(None if ranks.size == 1 else rank)
+    return found
+
+
+def _met(said: Sequence[bytes]) -> Met:
+    """What rank 0 makes of what every rank said."""
+    hellos = [msgspec.msgpack.decode(unpack(data), type=Hello) for data in said]
+    try:
+        spreads = spread_over([one.holdings for one in hellos])
+        if not spreads:
+            return Met(fault=Fault.of(InvalidArgument("there are no tensors to publish")))
+        Plan(spreads, len(hellos))
+    except ThinwireError as error:
+        return Met(fault=Fault.of(error))
+    numbers = {layout: n for n, layout in enumerate(dict.fromkeys(s.layout for s in spreads))}
+    layouts = [
+        SentLayout(layout.shape, [part.dims for part in layout.parts], list(layout.holders))
+        for layout in numbers
+    ]
+    tensors = [(spread.name, spread.dtype, numbers[spread.layout]) for spread in spreads]
+    return Met([one.host for one in hellos], tensors, layouts)
