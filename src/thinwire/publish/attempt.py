@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -34,6 +33,7 @@ from thinwire.publish.messages import (
     SentRun,
     SentUnit,
     TensorRow,
+    exchanged,
 )
 from thinwire.publish.ranks import Ranks
 from thinwire.publish.spool import Kept, Spool
@@ -43,7 +43,6 @@ from thinwire.store import Store
 from thinwire.stream import keys
 from thinwire.stream.blocks import ObjectRecord, record_of_file
 
-T = TypeVar("T")
 _RUN_WORDS = 1 << 10
 # Chunks that are coded before their sections are handed on: what waits in memory is bounded.
 _ROUND_UNITS = 64
@@ -405,33 +404,6 @@ def shard_key(
 ) -> Callable[[int, ObjectRecord], str]:
     """Where a version's containers go."""
     return lambda number, record: keys.shard(lineage, base, version, session, number, record.digest)
-
-
-def exchanged(
-    ranks: Ranks, make: Callable[[], Mapping[int, list[T]]], kind: type[list[T]]
-) -> Iterator[T]:
-    """Make messages for other ranks, exchange them, and go through what came.
-
-    Where making them fails here, the others learn of it instead of waiting.
-    """
-    try:
-        outgoing = {rank: msgspec.msgpack.encode(items) for rank, items in make().items()}
-    except BaseException:
-        decline(ranks)
-        raise
-    return _decoded(ranks.exchange(outgoing), kind)
-
-
-def _decoded(received: Mapping[int, bytes], kind: type[list[T]]) -> Iterator[T]:
-    for data in received.values():
-        yield from msgspec.msgpack.decode(data, type=kind)
-
-
-def decline(ranks: Ranks) -> None:
-    """Let the others know, instead of sending what they wait for, that this rank failed."""
-    # The error that led here is the one to tell.
-    with suppress(Exception):
-        ranks.exchange(None)
 
 
 def _add_steps(total: np.ndarray, steps: Sequence[Sequence[int]]) -> None:

@@ -14,15 +14,14 @@ from thinwire.checkpoint.file_names import INDEX_NAME
 from thinwire.codec.container import Attachment
 from thinwire.codec.digest import tensor_digest, xxh3_64
 from thinwire.maintain.upload import file_record
-from thinwire.publish.attempt import exchanged
 from thinwire.publish.baseline import Baseline, scatter
-from thinwire.publish.messages import FileReceipt, SentPart, TensorRow
+from thinwire.publish.messages import FileReceipt, SentPart, TensorRow, exchanged
 from thinwire.publish.ranks import Ranks
 from thinwire.publish.source import FILE_BYTES, index_of, safetensors_header
 from thinwire.publish.units import Plan, Unit
 
-# What a rank receives at a time.
-_ROUND_BYTES = 16 << 20
+# What a rank sends or receives at a time; several copies of it are in memory.
+_ROUND_BYTES = 8 << 20
 
 
 class WeightsFile(NamedTuple):
@@ -167,19 +166,35 @@ class FirstVersion:
         return {}
 
     def _rounds(self) -> list[list[Unit]]:
-        """All units, so that no rank receives much at a time."""
+        """All units, so that no rank sends or receives much at a time."""
         rounds: list[list[Unit]] = []
-        at = dict.fromkeys(range(self._ranks.size), 0)
+        loads: list[dict[int, int]] = []
+        first_open = dict.fromkeys(range(self._ranks.size), 0)
         for tensor, spread in enumerate(self._plan.spreads):
             for unit in self._plan.units_of(tensor):
-                number = 0
-                for rank in {unit.owner, self._plan.home_of(tensor)}:
-                    number = max(number, at[rank] // _ROUND_BYTES)
-                    at[rank] += (unit.stop - unit.start) * spread.word_bytes
+                size = (unit.stop - unit.start) * spread.word_bytes
+                receivers = self._receivers(unit)
+                ranks = {*receivers, *(source.rank for source in unit.sources)}
+                number = max(first_open[rank] for rank in receivers)
+                while number < len(rounds) and any(
+                    loads[number].get(rank, 0) + size > _ROUND_BYTES for rank in ranks
+                ):
+                    number += 1
                 while len(rounds) <= number:
                     rounds.append([])
+                    loads.append({})
                 rounds[number].append(unit)
+                for rank in ranks:
+                    loads[number][rank] = loads[number].get(rank, 0) + size
+                for rank in receivers:
+                    if loads[first_open[rank]].get(rank, 0) + size > _ROUND_BYTES:
+                        first_open[rank] = min(first_open[rank] + 1, number)
         return rounds
+
+    def _receivers(self, unit: Unit) -> set[int]:
+        """Who needs a unit whole: for its file, and to encode it later on."""
+        home = self._plan.home_of(unit.tensor)
+        return {home} if unit.is_own else {home, unit.owner}
 
     def _outgoing(self, units: Sequence[Unit]) -> dict[int, list[SentPart]]:
         outgoing: dict[int, list[SentPart]] = {}
@@ -189,9 +204,8 @@ class FirstVersion:
                     continue
                 place = self._plan.place_of(unit)
                 part = SentPart(place, number, self._baseline.captured(place).tobytes())
-                for rank in {unit.owner, self._plan.home_of(unit.tensor)}:
-                    if rank == self._plan.home_of(unit.tensor) or not unit.is_own:
-                        outgoing.setdefault(rank, []).append(part)
+                for rank in self._receivers(unit):
+                    outgoing.setdefault(rank, []).append(part)
         return outgoing
 
     def _put(self, part: SentPart) -> None:

@@ -13,6 +13,7 @@ from thinwire.codec.dtypes import byte_count, dtype_named
 from thinwire.errors import (
     BaseMismatch,
     CommitConflict,
+    Fenced,
     LineageChanged,
     StoreError,
     ThinwireError,
@@ -126,7 +127,11 @@ class Leader:
         except Exception as error:
             known = error if isinstance(error, ThinwireError) else Fault.of(error).error()
             self._refuse(place.version, known)
-            return Verdict(fault=Fault.of(known))
+            # Not where an earlier attempt of ours landed: it may name the same shards.
+            is_foreign = (
+                isinstance(known, CommitConflict | Fenced) and "landed" not in known.context
+            )
+            return Verdict(fault=Fault.of(known), is_foreign=is_foreign)
         if place.is_first:
             files = [file for report in reports for file in report.files]
             self.carried = Carried((), attachments_of(files))
@@ -136,7 +141,7 @@ class Leader:
         """Say that a version is there: to followers, the observer, and the background."""
         try:
             self._committer.announce()
-        except StoreError as error:
+        except ThinwireError as error:
             self._refuse(manifest.version, error)
         version = Version.of(manifest)
         self._observers.on_event(
@@ -247,9 +252,12 @@ class Leader:
                     f"{self._stream.url}: version {landed.manifest.version} was committed by an "
                     "earlier attempt of this publisher, with other weights",
                     hint="Restart the trainer: the publisher takes its baseline from the stream",
+                    landed=landed.manifest.version,
                 ) from None
             except StoreError as error:
-                if not error.retryable or self._is_closing:
+                # A refusal says nothing of an attempt before it whose answer was lost.
+                is_open = error.retryable or tries > 0 or error.context.get("tries", 1) > 1
+                if not is_open or self._is_closing:
                     raise
                 self._refuse(sealed.version, error)
                 tries += 1

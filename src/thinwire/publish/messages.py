@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import TypeVar
+
 import msgspec
 import numpy as np
 
 from thinwire.codec import zstd
 from thinwire.publish.held import Runs
-from thinwire.publish.ranks import Fault
+from thinwire.publish.ranks import Fault, Ranks
 from thinwire.publish.staging import Found
 from thinwire.publish.units import Holding
 from thinwire.stream.blocks import ObjectRecord
 from thinwire.stream.records import FileRecord, Link, Manifest
+
+T = TypeVar("T")
 
 
 class SentRun(msgspec.Struct, array_like=True):
@@ -183,6 +189,7 @@ class Verdict(msgspec.Struct):
 
     manifest: Manifest | None = None
     fault: Fault | None = None
+    is_foreign: bool = False
 
 
 def pack(message: msgspec.Struct) -> bytes:
@@ -194,3 +201,30 @@ def pack(message: msgspec.Struct) -> bytes:
 def unpack(data: bytes) -> bytes:
     """What another rank of this job packed."""
     return zstd.decompress(data[8:], int.from_bytes(data[:8], "little"), "what a rank said")
+
+
+def exchanged(
+    ranks: Ranks, make: Callable[[], Mapping[int, list[T]]], kind: type[list[T]]
+) -> Iterator[T]:
+    """Make messages for other ranks, exchange them, and go through what came.
+
+    Where making them fails here, the others learn of it instead of waiting.
+    """
+    try:
+        outgoing = {rank: msgspec.msgpack.encode(items) for rank, items in make().items()}
+    except BaseException:
+        decline(ranks)
+        raise
+    return _decoded(ranks.exchange(outgoing), kind)
+
+
+def _decoded(received: Mapping[int, bytes | memoryview], kind: type[list[T]]) -> Iterator[T]:
+    for data in received.values():
+        yield from msgspec.msgpack.decode(data, type=kind)
+
+
+def decline(ranks: Ranks) -> None:
+    """Let the others know, instead of sending what they wait for, that this rank failed."""
+    # The error that led here is the one to tell.
+    with suppress(Exception):
+        ranks.exchange(None)

@@ -15,7 +15,7 @@ from thinwire.checkpoint import Checkpoint
 from thinwire.checkpoint.disk import os_errors
 from thinwire.codec.digest import tensor_digest
 from thinwire.codec.write import SameTensor
-from thinwire.errors import CommitConflict, Fenced, StoreError, TensorMismatch
+from thinwire.errors import StoreError, TensorMismatch
 from thinwire.follow import Follower, Stream
 from thinwire.follow.reference import check_content, local_copy
 from thinwire.maintain.upload import put_files
@@ -23,7 +23,6 @@ from thinwire.publish.attempt import (
     Attempt,
     Carried,
     Encoded,
-    decline,
     move_on,
     shard_key,
     upload,
@@ -34,7 +33,7 @@ from thinwire.publish.first import FirstVersion, weights_files
 from thinwire.publish.leader import Leader
 from thinwire.publish.making import Facts
 from thinwire.publish.meeting import agree, meet
-from thinwire.publish.messages import Order, Ready, Report, Start, Verdict
+from thinwire.publish.messages import Order, Ready, Report, Start, Verdict, decline
 from thinwire.publish.ranks import Fault, PeerFailed, Ranks
 from thinwire.publish.settings import Settings
 from thinwire.publish.source import kept_attachments
@@ -100,6 +99,8 @@ class RankPublisher:
         self._settings = settings
         self._leader: Leader | None = None
         self._unsettled: _Unsettled | None = None
+        for left in folder.glob("*.tw"):
+            left.unlink(missing_ok=True)  # by a killed process
         self.has_base = False
         self.head: Manifest | None = None
         try:
@@ -166,12 +167,11 @@ class RankPublisher:
         self._unsettled = None
         if verdict.manifest is None:
             assert verdict.fault is not None
-            error = verdict.fault.error()
-            if isinstance(error, CommitConflict | Fenced):
+            if verdict.is_foreign:
                 # Named by our session: nobody else can mean them.
                 with suppress(StoreError):
                     self.stream.store.delete(uploaded)
-            raise error
+            raise verdict.fault.error()
         if staging is not None:
             move_on(self.baseline, staging, encoded)
         self.has_base = True
@@ -293,6 +293,7 @@ class RankPublisher:
 
     def _make_first(self, order: Order, on_phase: OnPhase) -> Report:
         folder = self._folder / "first"
+        shutil.rmtree(folder, ignore_errors=True)  # a killed process left it
         with os_errors("cannot make", folder):
             folder.mkdir(parents=True, exist_ok=True)
         files = weights_files(self.plan, self._settings.weights_name)

@@ -34,7 +34,7 @@ class Ranks(Protocol):
     def size(self) -> int:
         """How many ranks there are."""
 
-    def exchange(self, outgoing: Mapping[int, bytes] | None) -> dict[int, bytes]:
+    def exchange(self, outgoing: Mapping[int, bytes] | None) -> dict[int, bytes | memoryview]:
         """Send something to some ranks and receive what they send here, by rank.
 
         None: this rank failed; then, and where another one did, everybody gets ``PeerFailed``.
@@ -82,7 +82,7 @@ class Alone:
     def __init__(self) -> None:
         self._told: dict[str, bytes] = {}
 
-    def exchange(self, outgoing: Mapping[int, bytes] | None) -> dict[int, bytes]:
+    def exchange(self, outgoing: Mapping[int, bytes] | None) -> dict[int, bytes | memoryview]:
         """See :class:`Ranks`."""
         if outgoing is None:
             raise PeerFailed("this rank failed")

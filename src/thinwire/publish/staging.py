@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,10 +94,11 @@ class Staging:
 
     def _from_file(self, filed: _Filed) -> Found:
         assert self._file is not None
+        size = (filed.positions_bytes or 0) + filed.words_bytes
+        # Several threads read at once: none may move the file's position.
         with os_errors("cannot read", self._folder):
-            self._file.seek(filed.offset)
-            size = (filed.positions_bytes or 0) + filed.words_bytes
-            data = self._file.read(size)
+            self._file.flush()
+            data = os.pread(self._file.fileno(), size, filed.offset)
         if len(data) != size:
             raise Truncated(f"the file of captured changes in {self._folder} lost its end")
         positions = None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol
+
+_LOG = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,9 @@ class Observers:
         self._observers = [observer for observer in observers if observer is not None]
 
     def on_event(self, event: Event) -> None:
-        """Tell each of them."""
+        """Tell each of them. What one of them raises is logged: it must not decide what happens."""
         for observer in self._observers:
-            observer.on_event(event)
+            try:
+                observer.on_event(event)
+            except Exception:
+                _LOG.exception("an observer failed on %s", type(event).__name__)

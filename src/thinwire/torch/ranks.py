@@ -11,11 +11,13 @@ from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from thinwire.errors import Deadline, Unavailable
 from thinwire.publish.ranks import PeerFailed
+from thinwire.stream.blocks import digest_of
 
 T = TypeVar("T")
 # How often the job's store is asked; its server answers thousands a second.
@@ -24,7 +26,8 @@ _LONGEST_POLL_S = 0.1
 # A value in the job's store may have 8 MiB.
 _PIECE_BYTES = 4 << 20
 _FAILED = -1
-_numbers = count()
+# How many publishers a process made for each set of ranks: the same on all of these.
+_numbers: dict[str, count[int]] = {}
 
 
 class JobRanks:
@@ -44,8 +47,9 @@ class JobRanks:
         self.size = dist.get_world_size(group)
         self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._deadline_s = deadline_s
-        # Every rank makes its publishers in the same order.
-        prefix = f"thinwire/{min(self._members)}-{len(self._members)}/{next(_numbers)}"
+        # Ranks make the publishers of one group in the same order.
+        members = digest_of(str(self._members).encode())[:16]
+        prefix = f"thinwire/{members}/{next(_numbers.setdefault(members, count()))}"
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore(prefix, store.clone())
         self._written: dict[str, set[str]] = {}
@@ -53,7 +57,7 @@ class JobRanks:
         self._bulks = count()
         self._bulk = self._new_bulk()
 
-    def exchange(self, outgoing: Mapping[int, bytes] | None) -> dict[int, bytes]:
+    def exchange(self, outgoing: Mapping[int, bytes] | None) -> dict[int, bytes | memoryview]:
         """See :class:`thinwire.publish.ranks.Ranks`."""
         sizes = [_FAILED] * self.size
         if outgoing is not None:
@@ -64,21 +68,19 @@ class JobRanks:
         if outgoing is None or _FAILED in incoming_sizes:
             ranks = [rank for rank, size in enumerate(incoming_sizes) if size == _FAILED]
             raise PeerFailed(f"ranks {ranks} could not do their part")
-        sent = torch.empty(sum(sizes), dtype=torch.uint8)
+        sent = np.empty(sum(sizes), np.uint8)
         at = 0
         for rank, size in enumerate(sizes):
-            if size:
-                sent[at : at + size] = torch.frombuffer(
-                    bytearray(outgoing[rank]), dtype=torch.uint8
-                )
+            sent[at : at + size] = np.frombuffer(outgoing.get(rank, b""), np.uint8)
             at += size
         received = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
-        self._all_to_all(received, sent, incoming_sizes, sizes)
-        found: dict[int, bytes] = {}
+        self._all_to_all(received, torch.from_numpy(sent), incoming_sizes, sizes)
+        view: memoryview = received.numpy().data
+        found: dict[int, bytes | memoryview] = {}
         at = 0
         for rank, size in enumerate(incoming_sizes):
             if size:
-                found[rank] = received[at : at + size].numpy().tobytes()
+                found[rank] = view[at : at + size]
             at += size
         return found
 

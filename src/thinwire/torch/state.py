@@ -121,7 +121,7 @@ class ModelState:
             if published is None or not self._selection.wants(published):
                 continue
             source = self._source(published, tensor, is_buffer)
-            if published in sources or any(published == alias for alias, _ in aliases):
+            if published in sources or any(published == alias.name for _, alias in aliases):
                 raise InvalidArgument(
                     f"two tensors would be published as {published!r}",
                     hint="Give each a name of its own (rename=), or declare them tied (tied=)",
@@ -227,11 +227,11 @@ def _named_of(model: nn.Module, buffers: bool) -> list[tuple[str, torch.Tensor, 
         for name, tensor in model.named_parameters(remove_duplicate=False)
     ]
     if buffers:
-        kept = set(model.state_dict(keep_vars=True))
+        kept = {_plain(name) for name in model.state_dict(keep_vars=True)}
         named += [
             (_plain(name), tensor, True)
             for name, tensor in model.named_buffers(remove_duplicate=False)
-            if name in kept
+            if _plain(name) in kept
         ]
     return named
 
