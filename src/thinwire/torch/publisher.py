@@ -45,6 +45,7 @@ WhenBusy = Literal["latest", "block"]
 class _Go(msgspec.Struct):
     """What rank 0 tells the others at each publish."""
 
+    step: int | None = None
     is_skipped: bool = False
     is_mended: bool = False
     fault: Fault | None = None
@@ -263,8 +264,9 @@ class TorchPublisher:
         Call it between two optimizer steps, on every rank. Once it returns, training may go on.
 
         Args:
-            step: The trainer's step.
-            metadata: JSON that travels along, such as rewards.
+            step: The trainer's step: the same on every rank, which is how a rank that missed a
+                call is found out.
+            metadata: JSON that travels along, such as rewards; that of rank 0 counts.
             tensors: The tensors, instead of those of the model: the same ones by name, in any
                 order. They are drawn one by one, and each may be gone once the next is drawn. Of a
                 publish that is skipped none is drawn.
@@ -277,11 +279,11 @@ class TorchPublisher:
         """
         if self._is_closed:
             raise InvalidArgument("this publisher was closed", hint="Open another one")
-        facts = facts_of(step, metadata)
-        ticket = Ticket(step)
+        # Counted on every rank, whatever goes wrong: ranks must not mix up two calls.
         self._count += 1
+        ticket = Ticket(step)
         topic = f"{self._count}"
-        go = self._go(topic)
+        go = self._go(topic, step)
         if go.fault is not None:
             raise go.fault.error()
         if go.is_skipped:
@@ -292,15 +294,24 @@ class TorchPublisher:
         if go.is_mended:
             self._ranks.mend()
             self._is_broken = False
-        staging: Staging | Fault | None
         try:
+            facts = facts_of(step, metadata)
+            self._check_step(go.step, facts.step)
             staging = self._captured(ticket, tensors)
         except BaseException as error:
             # The other ranks are told so; the caller gets the error itself.
-            self._start(topic, Fault.of(error), facts, ticket)
+            if self._ranks.size > 1:
+                self._start(topic, Fault.of(error), Facts(None, {}), ticket)
             raise
         self._start(topic, staging, facts, ticket)
         return ticket
+
+    def _check_step(self, leader: int | None, own: int | None) -> None:
+        if leader != own:
+            raise InvalidArgument(
+                f"rank {self._ranks.rank} publishes step {own}, rank 0 step {leader}",
+                hint="Every rank must call publish at the same steps, with the same step",
+            )
 
     def _start(
         self, topic: str, staging: Staging | Fault | None, facts: Facts, ticket: Ticket
@@ -369,10 +380,13 @@ class TorchPublisher:
                 raise other.error(rank)
         return cast(T, found)
 
-    def _go(self, topic: str) -> _Go:
+    def _go(self, topic: str, step: int | None) -> _Go:
         """Rank 0 decides whether this publish takes place; all do as it says."""
         if self._ranks.rank == 0:
-            self._ranks.tell(f"{topic}/go", msgspec.msgpack.encode(self._decide(topic)))
+            go = self._decide(topic)
+            with suppress(ThinwireError):
+                go.step = facts_of(step, None).step
+            self._ranks.tell(f"{topic}/go", msgspec.msgpack.encode(go))
         self._ranks.forget(str(self._count - 2))
         heard = self._ranks.hear(f"{topic}/go", sign_of_life=f"{topic}/alive")
         return msgspec.msgpack.decode(heard, type=_Go)
