@@ -132,7 +132,7 @@ class Capture:
             diff.begin()
         with closing(self._changes(sources)) as changes:
             for change in changes:
-                changed_count += change.count
+                changed_count += change.changed_count
                 staging.add(change.place, change.found)
         for diff in self._diffs.values():
             diff.end()

@@ -11,35 +11,29 @@ What is ordered, and by what:
 - *The host reads a slab after it is copied:* it waits for the slab's event.
 - *A slab is written again after the host has read it:* the next copy into it is given out when the
   caller asks for the run after its last one.
-- *Weights are overwritten after they are read:* ``guard`` makes the current stream wait for the
-  last read. Where the caller has taken all runs already, that wait is over before it begins.
-- *Memory is not handed to others while a copy uses it:* the iterator holds the tensors until the
-  host has seen the last copy end, also where it is closed early or fails. A storage must not be
-  resized or freed by force before ``guard``.
+- *Weights are overwritten, and memory is handed to others, after the copies that read them:* the
+  iterator holds the tensors, and does not end before the host has seen the last copy end, also
+  where it is closed early or fails. Whatever the host starts after that comes later on any stream.
 
-What overlaps what: the conversion and the copy of a slab run beside the comparison of the slabs
-before it, so the time is that of the slower one. Where ``publish`` takes all runs before it
-returns, nothing of the capture runs beside the training step. Where it leaves them to a thread and
-``guard_before`` ties the guard to the optimizer, the capture runs beside the next forward and
-backward pass, and the optimizer's step waits for what is left of it. That is right only where
-nothing but the optimizer writes what is captured: not for buffers that a forward pass changes, nor
-for an optimizer that steps within the backward pass.
+``TorchPublisher.publish`` takes all runs of all tensors of a device, or closes the iterator, before
+it returns: so its caller may do with the weights what it likes, and no optimizer needs a hook. The
+conversion and the copy of a slab run beside the comparison of the slabs before it, so the capture
+takes as long as the slower of the two; nothing of it runs beside the training step.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from thinwire.errors import Deadline, InvalidArgument
+from thinwire.errors import InvalidArgument
 
-RUN_WORDS = 1 << 18
 # Long enough that beginning a copy costs little beside the copy; four keep the bus busy while the
 # host reads one. Not tuned.
 SLAB_BYTES = 8 << 20
@@ -80,6 +74,14 @@ class Device(Protocol):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Give the stream ``target.copy_(source)``; it runs later."""
+
+    def free_bytes(self) -> int:
+        """Device memory that nobody used so far, at the training's peak either."""
+
+
+def device_of(tensor: torch.Tensor) -> Device | None:
+    """The GPU that a tensor lies on; None: it is not on one, and is read where it lies."""
+    return _cuda_device(tensor.device) if tensor.is_cuda else None
 
 
 class CudaDevice:
@@ -134,6 +136,17 @@ class CudaDevice:
         """Give the stream ``target.copy_(source)``; it runs later."""
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
+
+    def free_bytes(self) -> int:
+        """Device memory that nobody used so far, at the training's peak either."""
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        peak_bytes = torch.cuda.max_memory_reserved(self._device)
+        return max(0, free_bytes - (peak_bytes - torch.cuda.memory_reserved(self._device)))
+
+
+@cache
+def _cuda_device(device: torch.device) -> CudaDevice:
+    return CudaDevice(device)
 
 
 class Run(NamedTuple):
@@ -204,7 +217,6 @@ class _Buffers:
     def __init__(self, device: Device, slab_bytes: int, slab_count: int) -> None:
         self.side = device.new_stream()
         self.written = device.new_event()
-        self.read = device.new_event()
         self.drained = device.new_event()
         self.scratch = device.scratch(slab_bytes, self.side)
         self.slabs = [
@@ -219,18 +231,18 @@ class StreamedCapture:
 
     Args:
         device: Where the tensors lie.
+        run_words: The longest run to hand out.
         slab_bytes: What is copied at once; a multiple of 64, and at least ``run_words`` words.
         slab_count: Slabs in turn; with one, copy and comparison alternate.
-        run_words: The longest run to hand out.
     """
 
     def __init__(
         self,
         device: Device,
         *,
+        run_words: int,
         slab_bytes: int = SLAB_BYTES,
         slab_count: int = SLAB_COUNT,
-        run_words: int = RUN_WORDS,
     ) -> None:
         if min(run_words, slab_count) < 1:
             raise InvalidArgument("run_words and slab_count are at least 1")
@@ -244,66 +256,36 @@ class StreamedCapture:
         self._slab_count = slab_count
         self._run_words = run_words
         self._buffers: _Buffers | None = None
-        self._busy = threading.Lock()
-        self._reads_given_out = threading.Event()
-        self._reads_given_out.set()
-        self._reader = 0  # the thread that takes the runs
+        self._is_busy = False
 
     def iterate(
         self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
     ) -> Generator[Run, None, None]:
         """The words of ``tensor.to(dtype)``, run by run, in order; an empty tensor has no runs.
 
-        Call it in the thread that computes: it orders the copies after that thread's current
-        stream and gives out the first ones. The runs may be taken in another thread, in a
-        ``contextlib.closing``: ``guard`` waits for their end.
+        The first copies are given out at once, after what the current stream holds. Take the runs
+        to their end, or in a ``contextlib.closing``: the weights may be written after that.
 
         Raises:
             InvalidArgument: A tensor is not flat, contiguous and on this device, or the runs of
                 another call were not taken to their end, nor closed.
         """
         sources = self._checked(tensors, dtypes)
-        if not self._busy.acquire(blocking=False):
+        if self._is_busy:
             raise InvalidArgument(
                 "the capture before this one is not over", hint="Take all its runs, or close it"
             )
+        self._is_busy = True
         runs = self._runs(sources, tuple(dtypes))
-        # To its first yield: so the order is set in this thread, and the end is tidy also where
-        # nobody ever takes a run.
+        # To its first yield: so the end is tidy also where nobody ever takes a run.
         next(runs)
         return runs
 
-    def guard(self, timeout_s: float = 600.0) -> None:
-        """The current stream waits until the weights are read; then it may write them.
-
-        Where another thread takes the runs, this one waits until that has given out the last read.
-
-        Raises:
-            Deadline: Nobody takes the runs.
-            InvalidArgument: Called by the thread that takes the runs, between two of them.
-        """
-        if not self._reads_given_out.is_set() and self._reader == threading.get_ident():
-            raise InvalidArgument(
-                "guard() would wait for its own thread", hint="Take all runs first, or close them"
-            )
-        if not self._reads_given_out.wait(timeout_s):
-            raise Deadline(
-                f"the weights were not read within {timeout_s:g} s", hint="Take the runs, or close"
-            )
-        buffers = self._buffers
-        if buffers is not None:
-            self._device.wait(self._device.current_stream(), buffers.read)
-
-    def guard_before(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Call ``guard`` before each step of the optimizer, until the handle's ``remove()``."""
-        return optimizer.register_step_pre_hook(lambda *_: self.guard())
-
     def close(self) -> None:
         """Give the memory back; the next capture, if any, takes it anew."""
-        if not self._busy.acquire(blocking=False):
+        if self._is_busy:
             raise InvalidArgument("a capture is running", hint="Take all its runs, or close it")
         self._buffers = None
-        self._busy.release()
 
     def _checked(
         self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
@@ -322,8 +304,6 @@ class StreamedCapture:
         self, sources: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
     ) -> Generator[Run, None, None]:
         device = self._device
-        self._reader = 0
-        self._reads_given_out.clear()
         try:
             if self._buffers is None:
                 # What is made in inference mode could not be written outside of it.
@@ -343,7 +323,6 @@ class StreamedCapture:
             copying: deque[_Slab] = deque()
             self._give_out(plan, free, copying, sources, dtypes)
             yield Run(0, 0, np.empty(0, np.uint8))  # taken by iterate()
-            self._reader = threading.get_ident()
             while copying:
                 slab = copying.popleft()
                 device.synchronize(slab.copied)
@@ -376,13 +355,9 @@ class StreamedCapture:
                     # As bytes, so that nothing interprets a NaN on the way.
                     source, target = source.view(torch.uint8), target.view(torch.uint8)
                 device.copy(target, source, buffers.side)
-            if not plan:
-                device.record(buffers.read, buffers.side)
             device.copy(slab.memory[:end], buffers.scratch[:end], buffers.side)
             device.record(slab.copied, buffers.side)
             copying.append(slab)
-        if not plan:
-            self._reads_given_out.set()
 
     def _drain(self) -> None:
         """From here on no copy reads the weights or writes a slab."""
@@ -395,5 +370,4 @@ class StreamedCapture:
             self._buffers = None
             raise
         finally:
-            self._reads_given_out.set()
-            self._busy.release()
+            self._is_busy = False

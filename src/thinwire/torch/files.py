@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,19 +16,21 @@ MAX_FILE_BYTES = 1 << 28
 Files = str | os.PathLike[str] | Mapping[str, bytes | os.PathLike[str]]
 
 
-def small_files(model: object, files: Files | None) -> dict[str, bytes]:
+def small_files(model: object, files: Files | None, dtype: str = "") -> dict[str, bytes]:
     """The files of a first version by name.
 
     Args:
         model: A Hugging Face model has its configuration with it.
         files: What comes beside, or instead of it: a folder, of which weights and subfolders are
             left out, or contents by name.
+        dtype: The dtype that the weights are published in, by torch's name: what a model that is
+            trained in another one says of itself would make engines load it so.
 
     Raises:
         InvalidArgument: A name that a checkpoint's folder cannot have.
         LimitExceeded: A file too large to be a small one.
     """
-    found = _configs(model)
+    found = _configs(model, dtype)
     if isinstance(files, Mapping):
         found |= {name: _content(name, data) for name, data in files.items()}
     elif files is not None:
@@ -75,15 +78,19 @@ def _of_folder(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def _configs(model: Any) -> dict[str, bytes]:
+def _configs(model: Any, dtype: str) -> dict[str, bytes]:
     """config.json and generation_config.json, as ``save_pretrained`` writes them."""
     while hasattr(model, "module") and not hasattr(model, "config"):
         model = model.module
     found: dict[str, bytes] = {}
     for attribute in ("config", "generation_config"):
-        name = f"{attribute}.json"
-        config = getattr(model, attribute, None)
-        to_json = getattr(config, "to_json_string", None)
-        if callable(to_json):
-            found[name] = str(to_json()).encode()
+        to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
+        if not callable(to_json):
+            continue
+        config = json.loads(to_json())
+        for key in ("dtype", "torch_dtype"):
+            if dtype and isinstance(config.get(key), str):
+                config[key] = dtype
+        text = json.dumps(config, indent=2, sort_keys=True)
+        found[f"{attribute}.json"] = f"{text}\n".encode()
     return found

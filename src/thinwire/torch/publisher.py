@@ -158,6 +158,7 @@ class TorchPublisher:
             dtype, dict(dtypes or {}), include, exclude, buffers, rename, dict(tied or {})
         )
         self._state = ModelState(model, selection)
+        self._dtype = "" if dtype is None else str(dtype).removeprefix("torch.")
         self._when_busy = when_busy
         self._deadline_s = deadline_s
         self._memory_limit_bytes = memory_limit_bytes
@@ -360,7 +361,7 @@ class TorchPublisher:
         with os_errors("cannot make", self._rank_folder):
             self._rank_folder.mkdir(parents=True, exist_ok=True)
         opened = stream if isinstance(stream, Stream) else open_stream(stream)
-        return self._state.sources(), opened, small_files(model, files)
+        return self._state.sources(), opened, small_files(model, files, self._dtype)
 
     def _agreed(self, prepare: Callable[[], T]) -> T:
         """What ``prepare`` returns, once it did on every rank; else its error, on every rank."""

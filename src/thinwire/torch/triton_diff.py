@@ -1,31 +1,36 @@
 """Finding what changed on the GPU, so that only the changes travel to the host.
 
 **None of this has run on a GPU yet**: the kernels ran in Triton's interpreter on the CPU, and
-nothing here was tuned. It needs the baseline (the last committed words) on the device: as many
-bytes as are published. Weights that are not in the published dtype are converted by torch, a piece
-at a time into scratch, so that the words are those of ``tensor.to(dtype)`` on this device to the
-last NaN bit; the kernels compare integers only.
+nothing here was tuned.
+
+The last committed words lie on the device, too. New ones are converted by torch into scratch, a
+piece at a time, so that they are those of ``tensor.to(dtype)`` on this device to the last NaN bit;
+the kernels compare integers only. What differs travels to the host, and stays here as well, until
+it is known what became of the version.
 
 Two passes, no atomics, so the result is the same in every run and its positions rise: one counts
 per block, torch sums the counts up, the other writes each block's changes to its place. The host
 reads one number between them, and then the changes. All of it runs on the current stream, hence
-after the step before and ahead of the step to come: it needs no guard.
+after the step before and ahead of the step to come.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from thinwire.codec.digest import xxh3_64
 from thinwire.errors import InvalidArgument
+from thinwire.publish.baseline import Region
+from thinwire.publish.staging import Found
+from thinwire.torch.cuda import Device
 
 if TYPE_CHECKING:
     # Kernels look names up in their module; _kernels() puts it there at run time.
@@ -33,12 +38,14 @@ if TYPE_CHECKING:
 
 # Positions are int32, with room to round up to a block.
 MAX_WORDS = 1 << 30
-# 64 MiB of scratch for 2-byte words, and one wait of the host per 32 million words.
-PIECE_WORDS = 1 << 25
-RUN_WORDS = 1 << 18
-MIN_GAIN = 1.25
-MAX_SHARE = 0.5
+# What is compared at once: for words of 2 bytes 32 MiB of scratch, and one wait of the host.
+PIECE_WORDS = 1 << 24
+# Above this share of changes a run is taken whole: a change takes four bytes more than its word.
+WHOLE_ABOVE = 1 / 4
+# Of a piece with a greater share of changes these do not stay here: they come from the host again.
+KEPT_SHARE = 1 / 8
 _BLOCK_WORDS = 2048
+# What words of so many bytes are compared as.
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _WHOLE = {torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32}
 
@@ -52,11 +59,6 @@ def why_unavailable() -> str:
     if _interprets() or torch.cuda.is_available():
         return ""
     return "there is no CUDA device, and Triton does not interpret (TRITON_INTERPRET=1)"
-
-
-def is_available() -> bool:
-    """Whether ``find_changes`` can run here; ``why_unavailable`` says what is missing."""
-    return not why_unavailable()
 
 
 def find_changes(
@@ -94,131 +96,206 @@ def find_changes(
     return positions, words.view(new_words.dtype)
 
 
-def find_changes_reference(
-    new_words: torch.Tensor, base_words: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``find_changes`` returns, by torch alone."""
-    new, base = _comparable(new_words, base_words)
-    positions = torch.nonzero(new != base).reshape(-1)
-    return positions.to(torch.int32), new[positions].view(new_words.dtype)
+class Part(NamedTuple):
+    """What is captured of a unit.
 
-
-def words_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The integers whose bits are ``tensor.to(dtype)``; a view where nothing is converted.
-
-    Raises:
-        InvalidArgument: The words are not 1, 2 or 4 bytes long.
+    Attributes:
+        place: The unit's place.
+        region: Where the last committed words are.
+        elements: The new ones, flat, where the tensor lies; not converted yet.
+        dtype: What they are published as.
+        word_bytes: Of the dtype.
     """
-    if dtype.itemsize not in _SIGNED:
-        raise InvalidArgument(f"{dtype} has words of {dtype.itemsize} bytes, not 1, 2 or 4")
-    return tensor.detach().to(dtype).view(_SIGNED[dtype.itemsize])
+
+    place: int
+    region: Region
+    elements: torch.Tensor
+    dtype: torch.dtype
+    word_bytes: int
 
 
-def changed_runs(
-    tensor: torch.Tensor,
-    dtype: torch.dtype,
-    base_words: torch.Tensor,
-    *,
-    run_words: int = RUN_WORDS,
-    piece_words: int = PIECE_WORDS,
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """What differs in a flat tensor of any length, on the host, run by run, but for runs without.
+class Change(NamedTuple):
+    """What differs in a run of a unit, and how many words that are."""
 
-    A piece at a time is converted, compared and fetched: beside the baseline that takes device
-    memory for one piece's words and its changes (at worst 4 bytes and a word for each of them).
+    place: int
+    changed_count: int
+    found: Found
+
+    @property
+    def mark(self) -> tuple[int, ...]:
+        """Is equal for the same changes."""
+        _, positions, words = self.found
+        digest = -1 if positions is None else xxh3_64(positions.view(np.uint8))
+        return (self.place, self.changed_count, self.found.start, digest, xxh3_64(words))
+
+
+class _Kept(NamedTuple):
+    """Changes of a piece, on the device."""
+
+    word_bytes: int
+    start: int
+    positions: torch.Tensor
+    words: torch.Tensor
+
+
+class DeviceWords:
+    """The last committed words of some regions, on the device where their tensors lie.
+
+    They come from the host's baseline when they are first compared, and again wherever that moved
+    on without them.
 
     Args:
-        tensor: Flat and contiguous, on the device.
-        dtype: What is published.
-        base_words: The last committed words, as ``words_of`` gives them, on the device.
-        run_words: Runs begin at multiples of this.
-        piece_words: What is compared at once; a multiple of ``run_words``.
-
-    Yields:
-        The run's first word, the positions relative to it (uint32, rising), the new words (uint8,
-        as many bytes for each as the dtype has).
-
-    Raises:
-        InvalidArgument: The tensors do not fit together, or Triton is not available.
+        device: The device.
+        memory: The same, as torch calls it.
+        regions: What is captured there, by the unit's place, in words of 1, 2 or 4 bytes.
+        run_words: The longest run to hand out.
     """
-    if run_words < 1 or piece_words < 1 or piece_words % run_words or piece_words > MAX_WORDS:
-        raise InvalidArgument(
-            f"piece_words={piece_words} is not a multiple of run_words={run_words} up to "
-            f"{MAX_WORDS}"
-        )
-    if tensor.dim() != 1 or tensor.shape != base_words.shape:
-        raise InvalidArgument(
-            f"a tensor of shape {tuple(tensor.shape)} and a baseline of "
-            f"{tuple(base_words.shape)} are not equally long and flat"
-        )
-    for piece in range(0, tensor.numel(), piece_words):
-        stop = min(tensor.numel(), piece + piece_words)
-        new_words = words_of(tensor[piece:stop], dtype)
-        found = find_changes(new_words, base_words[piece:stop])
-        positions = found[0].cpu().numpy().view(np.uint32)
-        words = found[1].cpu().numpy().view(np.uint8)
-        yield from _split(piece, positions, words, dtype.itemsize, stop - piece, run_words)
+
+    def __init__(
+        self, device: Device, memory: torch.device, regions: Mapping[int, Region], run_words: int
+    ) -> None:
+        self._device = device
+        self._run_words = run_words
+        counts, self._starts = _laid_out(regions)
+        longest = max(_length(region) * _width_of(region) for region in regions.values())
+        for width, count in counts.items():
+            longest = max(longest, min(count, PIECE_WORDS) * width)
+        # What is made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._scratch = torch.empty(longest, dtype=torch.uint8, device=memory)
+            self._bases = {
+                width: torch.empty(count, dtype=_SIGNED[width], device=memory)
+                for width, count in counts.items()
+            }
+        # Regions whose words here are those of the host's baseline.
+        self._current: set[int] = set()
+        # Of the capture that is not settled yet: what need not come from the host again if it is
+        # committed, and what differed there.
+        self._followed: set[int] = set()
+        self._kept: list[_Kept] = []
+
+    def settle(self, is_committed: bool) -> None:
+        """The words become those of the last capture, if it was committed."""
+        if is_committed:
+            for kept in self._kept:
+                base = self._bases[kept.word_bytes][kept.start :]
+                base.index_copy_(0, kept.positions.long(), kept.words)
+            self._current &= self._followed
+        self._kept.clear()
+        self._followed.clear()
+
+    def pieces(self, parts: Sequence[Part]) -> Iterator[tuple[int, list[Change]]]:
+        """What differs, piece by piece, and how many of the parts are done with.
+
+        Args:
+            parts: Of regions that were given; those of one word size together, by place, so that
+                pieces are long.
+        """
+        begin = 0
+        while begin < len(parts):
+            end = begin + 1
+            length = _length(parts[begin].region)
+            while end < len(parts) and self._follows(parts[end - 1], parts[end]):
+                length += _length(parts[end].region)
+                if length > PIECE_WORDS:
+                    break
+                end += 1
+            yield end, self._piece(parts[begin:end])
+            begin = end
+
+    def _follows(self, one: Part, other: Part) -> bool:
+        stop = self._starts[one.place] + _length(one.region)
+        return one.word_bytes == other.word_bytes and stop == self._starts[other.place]
+
+    def _piece(self, parts: Sequence[Part]) -> list[Change]:
+        """What differs in parts whose words lie one after the other."""
+        width, start = parts[0].word_bytes, self._starts[parts[0].place]
+        counts = [_length(part.region) for part in parts]
+        new = self._scratch[: sum(counts) * width].view(_SIGNED[width])
+        base = self._bases[width][start : start + new.numel()]
+        stream = self._device.current_stream()
+        at = 0
+        for part, count in zip(parts, counts, strict=True):
+            target = new[at : at + count]
+            if part.place not in self._current:
+                committed = torch.from_numpy(part.region.baseline).view(target.dtype)
+                base[at : at + count].copy_(committed)
+                self._current.add(part.place)
+            if part.elements.dtype == part.dtype:
+                # As words, so that nothing interprets a NaN on the way.
+                self._device.copy(target, part.elements.view(target.dtype), stream)
+            else:
+                self._device.copy(target.view(part.dtype), part.elements, stream)
+            at += count
+        positions, words = find_changes(new, base)
+        if positions.numel() <= new.numel() * KEPT_SHARE:
+            self._kept.append(_Kept(width, start, positions, words))
+            self._followed.update(part.place for part in parts)
+        return self._by_run(parts, new, positions.cpu().numpy(), words.cpu().numpy())
+
+    def _by_run(
+        self, parts: Sequence[Part], new: torch.Tensor, positions: np.ndarray, words: np.ndarray
+    ) -> list[Change]:
+        """The changes of a piece by run, as the host would have found them."""
+        runs = []
+        at = 0
+        for part in parts:
+            count = _length(part.region)
+            for first in range(0, count, self._run_words):
+                stop = min(count, first + self._run_words)
+                runs.append((part.place, first, at + first, at + stop))
+            at += count
+        stops = np.array([stop for _, _, _, stop in runs], np.int32)
+        changes = []
+        begin = 0
+        for (place, first, start, stop), end in zip(
+            runs, np.searchsorted(positions, stops).tolist(), strict=True
+        ):
+            if end - begin > (stop - start) * WHOLE_ABOVE:
+                whole = new[start:stop].to("cpu", copy=True).numpy().view(np.uint8)
+                found = Found(first, None, whole)
+                changes.append(Change(place, end - begin, found))
+            elif end > begin:
+                local = (positions[begin:end] - np.int32(start)).view(np.uint32)
+                found = Found(first, local, words[begin:end].view(np.uint8))
+                changes.append(Change(place, end - begin, found))
+            begin = end
+        return changes
 
 
-class Choice(NamedTuple):
-    """Which way to capture, and why."""
-
-    way: Literal["device", "host"]
-    reason: str
-
-
-def device_bytes(published_bytes: int, word_bytes: int, *, piece_words: int = PIECE_WORDS) -> int:
-    """What the device way holds at its peak: the baseline, a piece's words, all of them changed."""
-    piece_bytes = min(published_bytes, piece_words * word_bytes)
-    return published_bytes + 2 * piece_bytes + 4 * (piece_bytes // word_bytes)
+def bytes_needed(regions: Mapping[int, Region]) -> int:
+    """What ``DeviceWords`` takes of a device at its peak: words, scratch, changes twice."""
+    needed = 0
+    for width, count in _laid_out(regions)[0].items():
+        piece = min(count, PIECE_WORDS)
+        needed += count * width + int(count * KEPT_SHARE) * (4 + width)
+        needed += piece * width + piece * (4 + width)
+    return needed
 
 
-def fits(*, free_bytes: int, needed_bytes: int) -> bool:
-    """Whether the device way leaves the training enough memory to be tried at all.
-
-    Args:
-        free_bytes: Device memory that the training does not use at its peak, without the baseline.
-        needed_bytes: See ``device_bytes``.
-    """
-    return needed_bytes <= free_bytes * MAX_SHARE
+def can_hold(region: Region) -> bool:
+    """Whether the words are short enough for the kernels."""
+    return _width_of(region) in _SIGNED
 
 
-def choose(
-    *,
-    host_s: float,
-    device_s: float | None,
-    free_bytes: int,
-    needed_bytes: int,
-) -> Choice:
-    """Whether changes are found on the device from now on, from one measurement of either way.
+def _width_of(region: Region) -> int:
+    """Bytes of a word."""
+    return region.baseline.size // _length(region)
 
-    The host way copies every word through pinned memory and compares there; the device way compares
-    where the words are and moves changes only, for as much device memory again as is published. It
-    is chosen where it was ``MIN_GAIN`` times faster, which is more than chance explains, and takes
-    at most ``MAX_SHARE`` of the free memory: too slow a capture is a nuisance, a step out of memory
-    the run's end. Where it does not fit (``fits``), it need not be measured.
 
-    Args:
-        host_s: Seconds that the capture stopped the training for, the host way.
-        device_s: The same for the same weights, the device way; None: not measured, or failed.
-        free_bytes: As for ``fits``.
-        needed_bytes: As for ``fits``.
-    """
-    if not fits(free_bytes=free_bytes, needed_bytes=needed_bytes):
-        return Choice(
-            "host",
-            f"the device way needs {needed_bytes} bytes, more than {MAX_SHARE:.0%} of the "
-            f"{free_bytes} that are free",
-        )
-    if device_s is None:
-        return Choice("host", "the device way was not measured")
-    if not (0 < host_s < math.inf and 0 < device_s < math.inf):
-        return Choice("host", f"{host_s} s and {device_s} s are no measurement")
-    gain = host_s / device_s
-    facts = f"{device_s:.4g} s on the device, {host_s:.4g} s through the host"
-    if gain < MIN_GAIN:
-        return Choice("host", f"{facts}: not {MIN_GAIN:g} times faster")
-    return Choice("device", f"{facts}: {gain:.3g} times faster")
+def _laid_out(regions: Mapping[int, Region]) -> tuple[dict[int, int], dict[int, int]]:
+    """How many words there are of each size, and where among them a region's begin."""
+    counts: dict[int, int] = {}
+    starts: dict[int, int] = {}
+    for place in sorted(regions):
+        width = _width_of(regions[place])
+        starts[place] = counts.get(width, 0)
+        counts[width] = starts[place] + _length(regions[place])
+    return counts, starts
+
+
+def _length(region: Region) -> int:
+    return region.source.stop - region.source.start
 
 
 def _interprets() -> bool:
@@ -241,30 +318,10 @@ def _comparable(
     if new_words.numel() > MAX_WORDS:
         raise InvalidArgument(
             f"{new_words.numel()} words at once, more than {MAX_WORDS}",
-            hint="Compare them in pieces, as changed_runs does",
+            hint="Compare them in pieces",
         )
     signed = _SIGNED[new_words.dtype.itemsize]
     return new_words.view(signed), base_words.view(signed)
-
-
-def _split(
-    first: int,
-    positions: np.ndarray,
-    words: np.ndarray,
-    word_bytes: int,
-    length: int,
-    run_words: int,
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """The changes of a piece, by run."""
-    starts = np.arange(0, length, run_words, dtype=np.int64)
-    edges = np.append(np.searchsorted(positions, starts), positions.size)
-    for start, begin, end in zip(starts.tolist(), edges[:-1], edges[1:], strict=True):
-        if begin < end:
-            yield (
-                first + start,
-                positions[begin:end] - np.uint32(start),
-                words[begin * word_bytes : end * word_bytes],
-            )
 
 
 @lru_cache(maxsize=1)
