@@ -16,7 +16,6 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -31,7 +30,7 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
-from thinwire.errors import Deadline, InvalidArgument
+from thinwire.errors import InvalidArgument
 from thinwire.torch.cuda import (
     CudaDevice,
     Run,
@@ -100,6 +99,7 @@ class FakeDevice:
         self.pinned_bytes = 0
         self.scratch_bytes = 0
         self.copies_until_failure = -1
+        self.free_memory_bytes = 1 << 30
         self.lock = threading.RLock()
 
     # What StreamedCapture asks of a device.
@@ -152,6 +152,9 @@ class FakeDevice:
             self._launch("copy", spans, stream, lambda: target.copy_(source.double()))
         else:
             self._launch("copy", spans, stream, lambda: target.copy_(source))
+
+    def free_bytes(self) -> int:
+        return self.free_memory_bytes
 
     # What the rest of the world does.
 
@@ -341,63 +344,13 @@ def test_the_copies_come_after_the_weights_are_complete(device: FakeDevice) -> N
     assert published(device, capture_on(device), [weights]) == [raw(stepped, torch.bfloat16)]
 
 
-def test_a_thread_that_takes_the_runs_does_not_change_their_order(device: FakeDevice) -> None:
-    """The current stream is the one of the thread that called iterate."""
-    weights, stepped = masters(500, 500)
-    device.stream_writes(weights, stepped)
-    runs = capture_on(device).iterate([weights], [torch.bfloat16])
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(taken, device, runs, 1).result()
-    assert found == [raw(stepped, torch.bfloat16)]
-
-
-def test_the_step_after_guard_leaves_the_capture_as_it_was(device: FakeDevice) -> None:
-    weights, stepped = masters(100, 100)
-    before = raw(weights, torch.bfloat16)
-    capture = capture_on(device)
-    runs = capture.iterate([weights], [torch.bfloat16])
-    capture.guard(timeout_s=0)
-    device.stream_writes(weights, stepped)
-    assert taken(device, runs, 1) == [before]
-    device.finish()
-    assert torch.equal(weights, stepped)
-
-
-def test_a_capture_that_fills_all_slabs_needs_no_run_taken_for_guard(device: FakeDevice) -> None:
-    weights, stepped = masters(256, 256)  # two slabs of 256 bytes
-    capture = capture_on(device)
-    runs = capture.iterate([weights], [torch.bfloat16])
-    capture.guard(timeout_s=0)
-    device.stream_writes(weights, stepped)
-    taken(device, runs, 1)
-
-
-def test_a_step_without_guard_is_seen_by_this_device(device: FakeDevice) -> None:
+def test_a_step_during_the_capture_is_seen_by_this_device(device: FakeDevice) -> None:
     """Proves the fake, not the capture."""
     weights, stepped = masters(100, 100)
     runs = capture_on(device).iterate([weights], [torch.bfloat16])
     with pytest.raises(Race):
         device.stream_writes(weights, stepped)
     runs.close()
-
-
-def test_guard_is_part_of_the_optimizers_step(device: FakeDevice) -> None:
-    weights = torch.randn(100, requires_grad=True)
-    weights.grad = torch.ones(100)
-    before = raw(weights, torch.bfloat16)
-    capture = capture_on(device)
-    optimizer = torch.optim.SGD([weights], lr=1.0)
-    handle = capture.guard_before(optimizer)
-    runs = capture.iterate([weights], [torch.bfloat16])
-    optimizer.register_step_pre_hook(
-        lambda *_: device.stream_writes(weights.detach(), torch.zeros(100))
-    )
-    # On this device the optimizer's kernel is the hook's; torch's own runs when all is read.
-    optimizer.register_step_pre_hook(lambda *_: device.finish())
-    optimizer.step()
-    assert taken(device, runs, 1) == [before]
-    handle.remove()
-    assert len(optimizer._optimizer_step_pre_hooks) == 2
 
 
 def test_many_publishes_with_steps_between(device: FakeDevice) -> None:
@@ -408,45 +361,8 @@ def test_many_publishes_with_steps_between(device: FakeDevice) -> None:
         for target, source in zip(weights, stepped, strict=True):
             device.stream_writes(target, source)
         assert published(device, capture, weights) == [raw(t, torch.bfloat16) for t in stepped]
-        capture.guard(timeout_s=0)
     assert device.pinned_bytes == 3 * SLAB_BYTES
     assert device.scratch_bytes == SLAB_BYTES
-
-
-def test_guard_waits_for_the_thread_that_takes_the_runs(device: FakeDevice) -> None:
-    weights, stepped = masters(2000, 2000)
-    before = raw(weights, torch.bfloat16)
-    capture = capture_on(device)
-    runs = capture.iterate([weights], [torch.bfloat16])
-    with pytest.raises(Deadline):
-        capture.guard(timeout_s=0)
-    go = threading.Event()
-
-    def take() -> list[bytes]:
-        go.wait()
-        with closing(runs):
-            return taken(device, runs, 1)
-
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(take)
-        try:
-            with pytest.raises(Deadline, match="not read within"):
-                capture.guard(timeout_s=0.01)
-        finally:
-            go.set()
-        capture.guard(timeout_s=60)
-        device.stream_writes(weights, stepped)
-        assert found.result() == [before]
-
-
-def test_guard_does_not_wait_for_its_own_thread(device: FakeDevice) -> None:
-    weights = masters(2000)
-    capture = capture_on(device)
-    with closing(capture.iterate(weights, [torch.bfloat16])) as runs:
-        next(runs)
-        with pytest.raises(InvalidArgument, match="own thread"):
-            capture.guard(timeout_s=0)
-    capture.guard(timeout_s=0)
 
 
 def test_one_capture_at_a_time(device: FakeDevice) -> None:
@@ -465,7 +381,6 @@ def test_one_capture_at_a_time(device: FakeDevice) -> None:
 def check_still_sound(device: FakeDevice, capture: StreamedCapture, old: torch.Tensor) -> None:
     """After an early end: nothing reads the old weights, and the next capture is right."""
     device.memory_is_reused(old)
-    capture.guard(timeout_s=0)
     weights = masters(1000, 3)
     assert published(device, capture, weights) == [raw(t, torch.bfloat16) for t in weights]
     assert device.pinned_bytes == 2 * SLAB_BYTES
@@ -593,7 +508,7 @@ def test_a_cuda_device_is_a_cuda_device() -> None:
 def test_on_a_real_device() -> None:
     cuda = torch.device("cuda", torch.cuda.current_device())
     weights = [torch.randn(5_000_001, device=cuda), torch.randn(77, device=cuda).bfloat16()]
-    capture = StreamedCapture(CudaDevice(cuda))
+    capture = StreamedCapture(CudaDevice(cuda), run_words=1 << 17)
     for _ in range(3):
         expected = [w.to(torch.bfloat16).view(torch.uint8).cpu().numpy().tobytes() for w in weights]
         runs = capture.iterate(weights, [torch.bfloat16] * 2)
@@ -601,6 +516,5 @@ def test_on_a_real_device() -> None:
         for tensor, _, words in runs:
             found[tensor] += words.tobytes()
         assert found == expected
-        capture.guard()
         for weight in weights:
             weight.add_(1)

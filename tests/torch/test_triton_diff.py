@@ -29,13 +29,7 @@ import torch
 
 from thinwire.errors import InvalidArgument
 from thinwire.torch import triton_diff
-from thinwire.torch.triton_diff import (
-    changed_runs,
-    choose,
-    device_bytes,
-    find_changes_reference,
-    words_of,
-)
+from thinwire.torch.device_diff import choose, fits
 
 NO_TRITON = "Triton is not installed: the kernels were NOT run, neither interpreted nor compiled"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -77,11 +71,6 @@ class Interpreter:
         )
         return found
 
-    def changed_runs(self, *arguments: Any, **sizes: int) -> list[Any]:
-        expression = "list(triton_diff.changed_runs(*arguments, **sizes))"
-        found: list[Any] = self.call(expression, arguments=arguments, sizes=sizes)
-        return found
-
     def close(self) -> None:
         self._pool.shutdown()
 
@@ -93,6 +82,14 @@ def interpreter() -> Iterator[Interpreter]:
     interpreter = Interpreter()
     yield interpreter
     interpreter.close()
+
+
+def find_changes_reference(
+    new_words: torch.Tensor, base_words: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``find_changes`` returns, by torch alone."""
+    positions = torch.nonzero(new_words != base_words).reshape(-1)
+    return positions.to(torch.int32), new_words[positions]
 
 
 def numpy_words(tensor: torch.Tensor) -> np.ndarray:
@@ -149,56 +146,6 @@ def test_words_that_do_not_begin_at_a_multiple_of_16_bytes(interpreter: Interpre
     check_found(interpreter.find_changes(new[3:], base[3:]), new[3:], base[3:])
 
 
-@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_runs_of_what_is_published(
-    interpreter: Interpreter, master: torch.dtype, dtype: torch.dtype
-) -> None:
-    """Signs of zero, subnormals, infinities and NaNs, in tensors of more than one piece."""
-    torch.manual_seed(3)
-    odd = torch.tensor([-0.0, 0.0, 1e-40, -6e-8, math.inf, -math.inf, math.nan, 1.00390625])
-    old = torch.randn(1000)
-    old[100:108] = odd
-    new = old.clone()
-    new[::37] *= 1.01
-    new[100:108] = odd.flip(0)
-    base = words_of(old.to(master), dtype)
-    rebuilt = base.clone().view(torch.uint8).numpy()
-    starts = []
-    width = dtype.itemsize
-    for start, positions, words in interpreter.changed_runs(
-        new.to(master), dtype, base, run_words=64, piece_words=256
-    ):
-        starts.append(start)
-        assert positions.dtype == np.uint32
-        assert positions.max() < 64
-        assert (np.diff(positions.astype(np.int64)) > 0).all()
-        for place, word in zip(positions, words.reshape(-1, width), strict=True):
-            at = (start + int(place)) * width
-            assert (rebuilt[at : at + width] != word).any()
-            rebuilt[at : at + width] = word
-    assert starts == sorted(set(starts))
-    assert all(start % 64 == 0 for start in starts)
-    assert rebuilt.tobytes() == new.to(master).to(dtype).view(torch.uint8).numpy().tobytes()
-
-
-def test_runs_without_changes_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_diff, "find_changes", find_changes_reference)
-    base = torch.zeros(1000, dtype=torch.int16)
-    new = base.clone()
-    new[[64, 127, 999]] = 1
-    runs = list(changed_runs(new, torch.int16, base, run_words=64, piece_words=128))
-    found = [(start, positions.tolist()) for start, positions, _ in runs]
-    assert found == [(64, [0, 63]), (960, [39])]
-    assert list(changed_runs(base, torch.int16, base)) == []
-    assert list(changed_runs(base[:0], torch.int16, base[:0])) == []
-
-
-def test_nan_payloads_are_words_like_others() -> None:
-    odd = torch.tensor([0x7FA1, 0x7FC0, -0x8000, 0x0001], dtype=torch.int16)
-    assert torch.equal(words_of(odd.view(torch.bfloat16), torch.bfloat16), odd)
-
-
 @needs_triton
 @pytest.mark.filterwarnings("ignore:.*FP_FUSION")
 @pytest.mark.parametrize("width", ["i8", "i16", "i32"])
@@ -241,12 +188,10 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert not triton_diff.is_available()
     assert "Triton cannot be imported" in triton_diff.why_unavailable()
     words = torch.zeros(3, dtype=torch.int16)
     with pytest.raises(InvalidArgument, match="cannot be imported"):
         triton_diff.find_changes(words, words)
-    assert find_changes_reference(words, words)[0].numel() == 0
 
 
 @needs_triton
@@ -256,7 +201,7 @@ def test_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "no CUDA device" in triton_diff.why_unavailable()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert triton_diff.is_available()
+    assert triton_diff.why_unavailable() == ""
     words = torch.zeros(3, dtype=torch.int16)
     with pytest.raises(InvalidArgument, match="cpu is none"):
         triton_diff.find_changes(words, words)
@@ -279,20 +224,8 @@ def test_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_cannot_be_compared(new: torch.Tensor, base: torch.Tensor, reason: str) -> None:
-    for find in (triton_diff.find_changes, find_changes_reference):
-        with pytest.raises(InvalidArgument, match=reason):
-            find(new, base)
-
-
-def test_runs_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = torch.zeros(8, dtype=torch.int16)
-    for sizes in ({"run_words": 3, "piece_words": 4}, {"piece_words": 2**31}, {"run_words": 0}):
-        with pytest.raises(InvalidArgument, match="multiple"):
-            next(changed_runs(words, torch.int16, words, **sizes))
-    with pytest.raises(InvalidArgument, match="equally long"):
-        next(changed_runs(words, torch.int16, words[:7]))
-    with pytest.raises(InvalidArgument, match="8 bytes"):
-        words_of(words, torch.int64)
+    with pytest.raises(InvalidArgument, match=reason):
+        triton_diff.find_changes(new, base)
 
 
 @pytest.mark.parametrize(
@@ -301,27 +234,21 @@ def test_runs_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, "device", "10 times faster"),
         ({"device_s": 0.8}, "device", "1.25 times faster"),
         ({"device_s": 0.81}, "host", "not 1.25 times faster"),
-        ({"device_s": None}, "host", "not measured"),
         ({"device_s": math.nan}, "host", "no measurement"),
         ({"device_s": 0.0}, "host", "no measurement"),
         ({"host_s": math.inf}, "host", "no measurement"),
-        ({"needed_bytes": 50}, "device", ""),
-        ({"needed_bytes": 51}, "host", "more than 50%"),
-        ({"free_bytes": 0}, "host", "that are free"),
-        ({"needed_bytes": 51, "device_s": None}, "host", "more than 50%"),
     ],
 )
 def test_the_choice(facts: dict[str, Any], way: str, reason: str) -> None:
-    usual = {"host_s": 1.0, "device_s": 0.1, "free_bytes": 100, "needed_bytes": 10}
+    usual = {"host_s": 1.0, "device_s": 0.1}
     choice = choose(**{**usual, **facts})
     assert choice.way == way
     assert reason in choice.reason
 
 
-def test_what_the_device_way_needs() -> None:
-    assert device_bytes(0, 2) == 0
-    assert device_bytes(1000, 2) == 1000 + 2 * 1000 + 4 * 500
-    assert device_bytes(1 << 30, 2, piece_words=1 << 20) == (1 << 30) + (1 << 20) * (4 + 4)
+@pytest.mark.parametrize(("needed_bytes", "is_fit"), [(0, True), (50, True), (51, False)])
+def test_what_fits(needed_bytes: int, is_fit: bool) -> None:
+    assert fits(free_bytes=100, needed_bytes=needed_bytes) == is_fit
 
 
 @pytest.mark.skipif(
@@ -331,7 +258,6 @@ def test_what_the_device_way_needs() -> None:
 def test_on_a_real_device() -> None:
     old = torch.randn(5_000_001, device="cuda")
     new = torch.where(torch.rand_like(old) < 0.01, old * 1.01, old)
-    base = words_of(old, torch.bfloat16)
-    words = words_of(new, torch.bfloat16)
+    base, words = (tensor.to(torch.bfloat16).view(torch.int16) for tensor in (old, new))
     found = triton_diff.find_changes(words, base)
     check_found((found[0].cpu(), found[1].cpu()), words.cpu(), base.cpu())

@@ -45,7 +45,7 @@ from thinwire.stream.blocks import ObjectRecord, record_of_file
 
 _RUN_WORDS = 1 << 10
 # Chunks that are coded before their sections are handed on: what waits in memory is bounded.
-_ROUND_UNITS = 64
+_ROUND_UNITS = 16
 
 
 class Carried(NamedTuple):
@@ -242,7 +242,11 @@ class Attempt:
         outgoing: dict[int, list[SentUnit]] = {}
         for sent, changes in map_in_order(self._code, places, self._workers):
             unit = self._baseline.units[sent.place]
-            outgoing.setdefault(self._plan.home_of(unit.tensor), []).append(sent)
+            home = self._plan.home_of(unit.tensor)
+            if home == self._ranks.rank:
+                self._coded[sent.place] = self._spool.keep(sent)
+            else:
+                outgoing.setdefault(home, []).append(sent)
             if sent.changed_count:
                 self._changed[sent.place] = (None if unit.is_own else changes, sent.new_digest)
         return outgoing
