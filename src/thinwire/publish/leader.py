@@ -122,6 +122,7 @@ class Leader:
         """
         try:
             reports = self._collect(topic)
+            self._ranks.forget_before(topic)
             sealed, data = seal(self._manifest(place, facts, reports), self._stream.signing_key)
             self._commit(topic, sealed, data)
         except Exception as error:

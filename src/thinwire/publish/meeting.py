@@ -8,15 +8,21 @@ from collections.abc import Sequence
 import msgspec
 
 from thinwire.errors import InvalidArgument, ThinwireError
+from thinwire.follow import Stream
 from thinwire.publish.held import Held
 from thinwire.publish.messages import Hello, Met, Ready, SentLayout, pack, unpack
 from thinwire.publish.ranks import Fault, Ranks
 from thinwire.publish.units import Holding, Layout, Plan, Spread, spread_over
 
 
-def meet(ranks: Ranks, holdings: Sequence[Holding]) -> tuple[list[str], Plan]:
+def meet(ranks: Ranks, stream: Stream, holdings: Sequence[Holding]) -> tuple[list[str], Plan]:
     """Rank 0 learns what each rank holds and tells all of them; all make the same plan."""
-    ranks.report("hello", pack(Hello(platform.node(), list(holdings))))
+    hello = Hello(platform.node(), "", list(holdings))
+    try:
+        hello.stream = stream.record().stream
+    except ThinwireError as error:
+        hello.fault = Fault.of(error)
+    ranks.report("hello", pack(hello))
     if ranks.rank == 0:
         said = ranks.collect("hello", sign_of_life="greeting")
         ranks.tell("met", pack(_met(said)))
@@ -51,9 +57,21 @@ def agree(ranks: Ranks, ready: Ready) -> list[Ready]:
     return found
 
 
+def _other_stream(rank: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"rank {rank} sees another stream than rank 0",
+        hint="Pass the same URL on every rank; a folder must be one that all hosts share",
+    )
+
+
 def _met(said: Sequence[bytes]) -> Met:
     """What rank 0 makes of what every rank said."""
     hellos = [msgspec.msgpack.decode(unpack(data), type=Hello) for data in said]
+    for rank, one in enumerate(hellos):
+        if one.fault is not None:
+            return Met(fault=Fault.of(one.fault.error(rank)))
+        if one.stream != hellos[0].stream:
+            return Met(fault=Fault.of(_other_stream(rank)))
     try:
         spreads = spread_over([one.holdings for one in hellos])
         if not spreads:

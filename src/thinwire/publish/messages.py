@@ -127,10 +127,12 @@ class FileReceipt(msgspec.Struct, array_like=True):
 
 
 class Hello(msgspec.Struct):
-    """What a rank says of itself."""
+    """What a rank says of itself: where it runs, which stream it sees, what it holds."""
 
     host: str
+    stream: str
     holdings: list[Holding]
+    fault: Fault | None = None
 
 
 class SentLayout(msgspec.Struct, array_like=True):

@@ -105,7 +105,7 @@ class RankPublisher:
         self.head: Manifest | None = None
         try:
             start = self._begin(Observers(observer))
-            hosts, self.plan = meet(ranks, holdings)
+            hosts, self.plan = meet(ranks, stream, holdings)
             self.baseline = Baseline(self.plan, ranks.rank, allocate)
             if start.link is not None:
                 self._resume(start.lineage, start.link, hosts)

@@ -63,8 +63,11 @@ class Ranks(Protocol):
             Deadline: Some did not, and which.
         """
 
-    def forget(self, topic: str) -> None:
-        """Drop what was told and reported under a topic that is over."""
+    def forget_before(self, topic: str) -> None:
+        """On rank 0: drop what was told and reported before a topic, all of which are numbers.
+
+        Only where every rank is known to be done with it: who reports under a topic is.
+        """
 
     def share(self, data: bytes) -> list[bytes]:
         """What each rank says, to all of them; called by every rank, from its main thread."""
@@ -107,9 +110,9 @@ class Alone:
         """See :class:`Ranks`."""
         return [self._told[topic]]
 
-    def forget(self, topic: str) -> None:
+    def forget_before(self, topic: str) -> None:
         """See :class:`Ranks`."""
-        for key in [key for key in self._told if key.startswith(f"{topic}/")]:
+        for key in [key for key in list(self._told) if is_before(key, topic)]:
             del self._told[key]
 
     def share(self, data: bytes) -> list[bytes]:
@@ -118,6 +121,12 @@ class Alone:
 
     def close(self) -> None:
         """See :class:`Ranks`."""
+
+
+def is_before(key: str, topic: str) -> bool:
+    """Whether a key is of an earlier topic than ``topic``."""
+    first = key.partition("/")[0]
+    return first.isdigit() and int(first) < int(topic)
 
 
 class Fault(msgspec.Struct, array_like=True):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import Deadline, Unavailable
-from thinwire.publish.ranks import PeerFailed
+from thinwire.publish.ranks import PeerFailed, is_before
 from thinwire.stream.blocks import digest_of
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class JobRanks:
         prefix = f"thinwire/{members}/{next(_numbers.setdefault(members, count()))}"
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore(prefix, store.clone())
-        self._written: dict[str, set[str]] = {}
+        self._written: set[str] = set()  # on rank 0
         self._shared = count()
         self._bulks = count()
         self._bulk = self._new_bulk()
@@ -110,7 +110,7 @@ class JobRanks:
             key = f"{topic}/{waiting[0]}"
             with suppress(Deadline):
                 found[waiting[0]] = self._get(key, "", deadline_s=min(1.0, self._deadline_s / 4))
-                self._written.setdefault(topic.partition("/")[0], set()).add(key)
+                self._written.add(key)
                 waiting.pop(0)
                 continue
             signs += 1
@@ -129,10 +129,11 @@ class JobRanks:
             )
         return [found[rank] for rank in range(self.size)]
 
-    def forget(self, topic: str) -> None:
+    def forget_before(self, topic: str) -> None:
         """See :class:`thinwire.publish.ranks.Ranks`."""
-        keys = self._written.pop(topic, set())
-        for key in keys if self.rank == 0 else ():
+        gone = {key for key in list(self._written) if is_before(key, topic)}
+        self._written -= gone
+        for key in gone:
             for piece in range(self._piece_count(key)):
                 self._call(partial(self._store.delete_key, f"{key}/{piece}"))
             self._call(partial(self._store.delete_key, key))
@@ -179,7 +180,8 @@ class JobRanks:
             self._call(partial(self._store.set, f"{key}/{number}", piece))
         # Last: whoever sees it finds the pieces.
         self._call(partial(self._store.set, key, str(len(pieces))))
-        self._written.setdefault(key.partition("/")[0], set()).add(key)
+        if self.rank == 0:
+            self._written.add(key)
 
     def _get(
         self, key: str, whom: str, sign_of_life: str = "", deadline_s: float | None = None
