@@ -52,6 +52,7 @@ class Leader:
 
     Attributes:
         carried: What the next delta carries besides the trainer's tensors.
+        must_mend: Whether the line for bulk data broke, or a rank lags somewhere in it.
 
     Raises:
         ThinwireError: As ``Publisher``.
@@ -72,6 +73,7 @@ class Leader:
         self._observers = observers
         self._is_closing = False
         self.carried = Carried()
+        self.must_mend = False
         create_stream(stream)
         self._committer = Committer(stream, new_lineage=settings.new_lineage)
         end = self._committer.end
@@ -182,10 +184,12 @@ class Leader:
         self.announce(manifest, start_s)
 
     def _collect(self, topic: str) -> list[Report]:
+        self.must_mend = True
         reports = [
             msgspec.msgpack.decode(data, type=Report)
             for data in self._ranks.collect(f"{topic}/done", sign_of_life=f"{topic}/alive")
         ]
+        self.must_mend = any(report.is_line_broken for report in reports)
         # Whoever only heard of a failure does not know what it was.
         failed = sorted(
             ((report.is_peers, rank) for rank, report in enumerate(reports) if report.fault),

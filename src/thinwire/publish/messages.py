@@ -184,6 +184,7 @@ class Report(msgspec.Struct):
     files: list[FileReceipt] = []
     fault: Fault | None = None
     is_peers: bool = False
+    is_line_broken: bool = False
 
 
 class Verdict(msgspec.Struct):

@@ -15,7 +15,7 @@ from thinwire.checkpoint import Checkpoint
 from thinwire.checkpoint.disk import os_errors
 from thinwire.codec.digest import tensor_digest
 from thinwire.codec.write import SameTensor
-from thinwire.errors import StoreError, TensorMismatch
+from thinwire.errors import BaseUnusable, StoreError, TensorMismatch
 from thinwire.follow import Follower, Stream
 from thinwire.follow.reference import check_content, local_copy
 from thinwire.maintain.upload import put_files
@@ -101,6 +101,7 @@ class RankPublisher:
         self._unsettled: _Unsettled | None = None
         for left in folder.glob("*.tw"):
             left.unlink(missing_ok=True)  # by a killed process
+        self._is_usable = True
         self.has_base = False
         self.head: Manifest | None = None
         try:
@@ -113,6 +114,15 @@ class RankPublisher:
             self.close()
             raise
 
+    def check_usable(self) -> None:
+        """Raise BaseUnusable if the baseline was left between two versions."""
+        if not self._is_usable:
+            raise BaseUnusable(
+                "the baseline could not be moved to the version that was committed last",
+                hint="Restart the trainer, or open another publisher: it takes its baseline from "
+                "the stream",
+            )
+
     @property
     def is_settled(self) -> bool:
         """Whether it is known here what became of the last attempt."""
@@ -123,13 +133,24 @@ class RankPublisher:
         if self._leader is not None:
             self._leader.close()
 
+    @property
+    def must_mend(self) -> bool:
+        """On rank 0: whether the next attempt needs another line for bulk data."""
+        return self._leader is not None and self._leader.must_mend
+
     def publish(
-        self, topic: str, staging: Staging | Fault | None, facts: Facts, on_phase: OnPhase
+        self,
+        topic: str,
+        line: str,
+        staging: Staging | Fault | None,
+        facts: Facts,
+        on_phase: OnPhase,
     ) -> Manifest:
         """Make one version; runs in the background, on every rank at once.
 
         Args:
-            topic: The same on every rank, another one each time.
+            topic: The same on every rank, a higher number each time.
+            line: The name of the line for bulk data: another one where the last one broke.
             staging: What was captured; None: the baseline was filled with everything, and this is
                 a lineage's first version. A fault: this rank could capture nothing, and there will
                 be no version.
@@ -141,11 +162,11 @@ class RankPublisher:
             Deadline: It was not heard in time what became of it: see :meth:`settle`.
         """
         if self._leader is None:
-            return self._publish(topic, None, staging, facts, on_phase)
+            return self._publish(topic, line, None, staging, facts, on_phase)
         with self._leader.background.paused():
             place, order = self._leader.place(is_first=not self.has_base)
             self.ranks.tell(f"{topic}/order", msgspec.msgpack.encode(order))
-            manifest = self._publish(topic, place, staging, facts, on_phase)
+            manifest = self._publish(topic, line, place, staging, facts, on_phase)
         self._leader.background.wake()
         return manifest
 
@@ -173,7 +194,9 @@ class RankPublisher:
                     self.stream.store.delete(uploaded)
             raise verdict.fault.error()
         if staging is not None:
+            self._is_usable = False
             move_on(self.baseline, staging, encoded)
+            self._is_usable = True
         self.has_base = True
         self.head = verdict.manifest
         return verdict.manifest
@@ -256,6 +279,7 @@ class RankPublisher:
     def _publish(
         self,
         topic: str,
+        line: str,
         place: Place | None,
         staging: Staging | Fault | None,
         facts: Facts,
@@ -269,18 +293,21 @@ class RankPublisher:
         uploaded: list[str] = []
         try:
             on_phase("encoding")
-            if isinstance(staging, Fault):
-                decline(self.ranks)
-                report = Report(fault=staging)
-            elif staging is None:
-                report = self._make_first(order, on_phase)
-            else:
-                encoded, report = self._make_delta(topic, order, staging, uploaded, on_phase)
+            with self.ranks.working(topic):
+                self.ranks.use_line(line)
+                if isinstance(staging, Fault):
+                    decline(self.ranks)
+                    report = Report(fault=staging)
+                elif staging is None:
+                    report = self._make_first(order, on_phase)
+                else:
+                    encoded, report = self._make_delta(topic, order, staging, uploaded, on_phase)
         except Exception as error:
             report = Report(fault=Fault.of(error), is_peers=isinstance(error, PeerFailed))
-        self.ranks.report(f"{topic}/done", msgspec.msgpack.encode(report))
+        report.is_line_broken = self.ranks.is_broken
         captured = None if isinstance(staging, Fault) else staging
         self._unsettled = _Unsettled(topic, captured, encoded, uploaded)
+        self.ranks.report(f"{topic}/done", msgspec.msgpack.encode(report))
         on_phase("committing")
         if self._leader is not None and place is not None:
             verdict = self._leader.decide(topic, place, facts)

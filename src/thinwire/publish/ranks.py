@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import msgspec
@@ -18,8 +19,8 @@ class Ranks(Protocol):
     """One rank's line to the others. Rank 0 decides; all call the same things in the same order.
 
     ``exchange`` moves bulk data and is called from one thread only; after an error of it other than
-    ``PeerFailed`` the line is broken until :meth:`mend`. The others are small messages, each under
-    a topic of its own.
+    ``PeerFailed`` that line is broken until :meth:`use_line` makes another one. The others are
+    small messages, each under a topic of its own.
 
     Attributes:
         rank: This rank, from 0 on.
@@ -40,8 +41,19 @@ class Ranks(Protocol):
         None: this rank failed; then, and where another one did, everybody gets ``PeerFailed``.
         """
 
-    def mend(self) -> None:
-        """Make the line for bulk data anew; every rank calls it, from its main thread."""
+    @property
+    def is_broken(self) -> bool:
+        """Whether the line for bulk data is."""
+
+    def use_line(self, name: str) -> None:
+        """Use the line for bulk data of that name, and make it if it is another one than before.
+
+        Raises:
+            Unavailable: Not every rank came to make it.
+        """
+
+    def working(self, topic: str) -> AbstractContextManager[None]:
+        """Show rank 0 meanwhile that this rank lives."""
 
     def tell(self, topic: str, data: bytes) -> None:
         """From rank 0 to all."""
@@ -59,8 +71,12 @@ class Ranks(Protocol):
     def collect(self, topic: str, *, sign_of_life: str) -> list[bytes]:
         """On rank 0: what every rank reports. The others are shown meanwhile that it lives.
 
+        Args:
+            topic: What they report under; its first part is that of :meth:`working`.
+            sign_of_life: Under what the others are shown it.
+
         Raises:
-            Deadline: Some did not, and which.
+            Deadline: Some did not, and which, nor showed for so long that they work at it.
         """
 
     def forget_before(self, topic: str) -> None:
@@ -81,6 +97,7 @@ class Alone:
 
     rank = 0
     size = 1
+    is_broken = False
 
     def __init__(self) -> None:
         self._told: dict[str, bytes] = {}
@@ -91,8 +108,12 @@ class Alone:
             raise PeerFailed("this rank failed")
         return dict(outgoing)
 
-    def mend(self) -> None:
+    def use_line(self, name: str) -> None:
         """See :class:`Ranks`."""
+
+    def working(self, topic: str) -> AbstractContextManager[None]:
+        """See :class:`Ranks`."""
+        return nullcontext()
 
     def tell(self, topic: str, data: bytes) -> None:
         """See :class:`Ranks`."""

@@ -46,8 +46,8 @@ class _Go(msgspec.Struct):
     """What rank 0 tells the others at each publish."""
 
     step: int | None = None
+    line: str = ""
     is_skipped: bool = False
-    is_mended: bool = False
     fault: Fault | None = None
 
 
@@ -169,7 +169,7 @@ class TorchPublisher:
         self._count = 0
         self._thread: threading.Thread | None = None
         self._ticket: Ticket | None = None
-        self._is_broken = False
+        self._line = "0"  # as rank 0 names it
         self._is_closed = False
         try:
             sources, opened, small = self._agreed(lambda: self._prepared(model, stream, files))
@@ -292,19 +292,17 @@ class TorchPublisher:
             return ticket
         self._finish_last()
         self._capture.settle(self._publisher.head)
-        if go.is_mended:
-            self._ranks.mend()
-            self._is_broken = False
         try:
+            self._publisher.check_usable()
             facts = facts_of(step, metadata)
             self._check_step(go.step, facts.step)
             staging = self._captured(ticket, tensors)
         except BaseException as error:
             # The other ranks are told so; the caller gets the error itself.
             if self._ranks.size > 1:
-                self._start(topic, Fault.of(error), Facts(None, {}), ticket)
+                self._start(topic, go.line, Fault.of(error), Facts(None, {}), ticket)
             raise
-        self._start(topic, staging, facts, ticket)
+        self._start(topic, go.line, staging, facts, ticket)
         return ticket
 
     def _check_step(self, leader: int | None, own: int | None) -> None:
@@ -315,13 +313,18 @@ class TorchPublisher:
             )
 
     def _start(
-        self, topic: str, staging: Staging | Fault | None, facts: Facts, ticket: Ticket
+        self,
+        topic: str,
+        line: str,
+        staging: Staging | Fault | None,
+        facts: Facts,
+        ticket: Ticket,
     ) -> None:
         ticket._captured()
         self._ticket = ticket
         self._thread = threading.Thread(
             target=self._run,
-            args=(topic, staging, facts, ticket),
+            args=(topic, line, staging, facts, ticket),
             name="thinwire-publish",
             daemon=True,
         )
@@ -388,7 +391,6 @@ class TorchPublisher:
             with suppress(ThinwireError):
                 go.step = facts_of(step, None).step
             self._ranks.tell(f"{topic}/go", msgspec.msgpack.encode(go))
-        self._ranks.forget(str(self._count - 2))
         heard = self._ranks.hear(f"{topic}/go", sign_of_life=f"{topic}/alive")
         return msgspec.msgpack.decode(heard, type=_Go)
 
@@ -408,7 +410,9 @@ class TorchPublisher:
                     hint="Is the store reachable? The observer is told of every failure",
                 )
                 return _Go(fault=Fault.of(error))
-        return _Go(is_mended=self._is_broken)
+        if self._publisher.must_mend:
+            self._line = topic
+        return _Go(line=self._line)
 
     def _finish_last(self) -> None:
         """Rank 0 is done with the version before: hear of it, if this rank has not yet."""
@@ -443,16 +447,20 @@ class TorchPublisher:
         return staging
 
     def _run(
-        self, topic: str, staging: Staging | Fault | None, facts: Facts, ticket: Ticket
+        self,
+        topic: str,
+        line: str,
+        staging: Staging | Fault | None,
+        facts: Facts,
+        ticket: Ticket,
     ) -> None:
         version = None
         failure: ThinwireError | None = None
         try:
-            version = Version.of(self._publisher.publish(topic, staging, facts, ticket._enter))
+            manifest = self._publisher.publish(topic, line, staging, facts, ticket._enter)
+            version = Version.of(manifest)
         except Exception as error:
             failure = error if isinstance(error, ThinwireError) else Fault.of(error).error()
-            # The other ranks met the same error, or will: all mend the line at the next publish.
-            self._is_broken = self._ranks.size > 1
         if isinstance(staging, Staging) and self._publisher.is_settled:
             staging.close()
         ticket._end("failed" if failure else "committed", version, failure)

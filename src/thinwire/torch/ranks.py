@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -23,6 +24,7 @@ T = TypeVar("T")
 # How often the job's store is asked; its server answers thousands a second.
 _POLL_S = 0.005
 _LONGEST_POLL_S = 0.1
+_BEAT_S = 1.0
 # A value in the job's store may have 8 MiB.
 _PIECE_BYTES = 4 << 20
 _FAILED = -1
@@ -54,8 +56,10 @@ class JobRanks:
         self._store: Any = dist.distributed_c10d.PrefixStore(prefix, store.clone())
         self._written: set[str] = set()  # on rank 0
         self._shared = count()
-        self._bulks = count()
-        self._bulk = self._new_bulk()
+        self._pulses: set[str] = set()  # keys of them, on rank 0
+        self.is_broken = False
+        self._line = "0"
+        self._bulk = self._new_bulk(self._line)
 
     def exchange(self, outgoing: Mapping[int, bytes] | None) -> dict[int, bytes | memoryview]:
         """See :class:`thinwire.publish.ranks.Ranks`."""
@@ -84,9 +88,36 @@ class JobRanks:
             at += size
         return found
 
-    def mend(self) -> None:
+    def use_line(self, name: str) -> None:
         """See :class:`thinwire.publish.ranks.Ranks`."""
-        self._bulk = self._new_bulk()
+        if name == self._line:
+            return
+        self._bulk = None
+        self._line = name
+        self.is_broken = True
+        self._bulk = self._new_bulk(name)
+        self.is_broken = False
+
+    @contextmanager
+    def working(self, topic: str) -> Iterator[None]:
+        """See :class:`thinwire.publish.ranks.Ranks`."""
+        is_over = threading.Event()
+        thread = threading.Thread(
+            target=self._beat, args=(topic, is_over), name="thinwire-pulse", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _beat(self, topic: str, is_over: threading.Event) -> None:
+        beats = 0
+        while not is_over.wait(min(_BEAT_S, self._deadline_s / 8)):
+            beats += 1
+            with suppress(Unavailable):
+                self._call(partial(self._store.set, f"{topic}/pulse/{self.rank}", str(beats)))
 
     def tell(self, topic: str, data: bytes) -> None:
         """See :class:`thinwire.publish.ranks.Ranks`."""
@@ -104,25 +135,30 @@ class JobRanks:
         """See :class:`thinwire.publish.ranks.Ranks`."""
         until_s = time.monotonic() + self._deadline_s
         found: dict[int, bytes] = {}
-        waiting = list(range(self.size))
         signs = 0
-        while waiting and time.monotonic() < until_s:
-            key = f"{topic}/{waiting[0]}"
-            with suppress(Deadline):
-                found[waiting[0]] = self._get(key, "", deadline_s=min(1.0, self._deadline_s / 4))
-                self._written.add(key)
-                waiting.pop(0)
-                continue
-            signs += 1
-            self.tell(sign_of_life, str(signs).encode())
-        for rank in waiting:
-            if self._call(partial(self._store.check, [f"{topic}/{rank}"])):
-                found[rank] = self._pieces(f"{topic}/{rank}")
+        for rank in range(self.size):
+            pulse_key = f"{topic.partition('/')[0]}/pulse/{rank}"
+            pulse = b""
+            while rank not in found:
+                left_s = min(_BEAT_S, self._deadline_s / 4, until_s - time.monotonic())
+                with suppress(Deadline):
+                    key = f"{topic}/{rank}"
+                    found[rank] = self._get(key, f"rank {rank}", deadline_s=max(0.0, left_s))
+                    self._written.add(key)
+                    break
+                now = self._value(pulse_key)
+                if now != pulse:
+                    pulse, until_s = now, max(until_s, time.monotonic() + self._deadline_s)
+                if time.monotonic() >= until_s:
+                    break
+                signs += 1
+                self.tell(sign_of_life, str(signs).encode())
+            self._pulses.add(pulse_key)
         missing = sorted(set(range(self.size)) - set(found))
         if missing:
             ranks = ", ".join(str(rank) for rank in missing[:16])
             raise Deadline(
-                f"rank {ranks} did not do its part within {self._deadline_s:g} s",
+                f"rank {ranks} did not do its part, and was silent for {self._deadline_s:g} s",
                 hint="It died, or lags: look at its log. Nothing was published; the next publish "
                 "sends everything that changed since the last version",
                 ranks=missing,
@@ -136,6 +172,9 @@ class JobRanks:
         for key in gone:
             for piece in range(self._piece_count(key)):
                 self._call(partial(self._store.delete_key, f"{key}/{piece}"))
+            self._call(partial(self._store.delete_key, key))
+        for key in [key for key in self._pulses if is_before(key, topic)]:
+            self._pulses.discard(key)
             self._call(partial(self._store.delete_key, key))
 
     def share(self, data: bytes) -> list[bytes]:
@@ -152,9 +191,9 @@ class JobRanks:
         """See :class:`thinwire.publish.ranks.Ranks`."""
         self._bulk = None
 
-    def _new_bulk(self) -> Any:
+    def _new_bulk(self, name: str) -> Any:
         """A group of our own on keys of our own: torch's names of groups depend on the others."""
-        store = dist.distributed_c10d.PrefixStore(f"bulk{next(self._bulks)}", self._store)
+        store = dist.distributed_c10d.PrefixStore(f"bulk{name}", self._store)
         timeout = timedelta(seconds=self._deadline_s)
         make: Any = dist.distributed_c10d.ProcessGroupGloo
         return self._bulk_call(lambda: make(store, self.rank, self.size, timeout))
@@ -168,6 +207,7 @@ class JobRanks:
         try:
             return call()
         except RuntimeError as error:
+            self.is_broken = True
             raise Unavailable(
                 f"another rank is gone, or did not answer within {self._deadline_s:g} s: "
                 f"{str(error).splitlines()[0]}",
@@ -203,6 +243,12 @@ class JobRanks:
             time.sleep(poll_s)
             poll_s = min(_LONGEST_POLL_S, 1.2 * poll_s)
         return self._pieces(key)
+
+    def _value(self, key: str) -> bytes:
+        """What a key holds now; empty where it is not there."""
+        if not self._call(partial(self._store.check, [key])):
+            return b""
+        return bytes(self._call(partial(self._store.get, key)))
 
     def _pieces(self, key: str) -> bytes:
         names = [f"{key}/{number}" for number in range(self._piece_count(key))]
