@@ -30,7 +30,9 @@ from thinwire.publish.first import attachments_of
 from thinwire.publish.making import Facts, VersionMaker
 from thinwire.publish.messages import Order, Report, Start, Verdict
 from thinwire.publish.ranks import Fault, Ranks
+from thinwire.publish.replicas import check_replicas
 from thinwire.publish.settings import Settings
+from thinwire.publish.units import Plan
 from thinwire.stream.encoding import link_of, seal
 from thinwire.stream.events import Observers, Published, Refused
 from thinwire.stream.records import FORMAT, Manifest
@@ -52,6 +54,7 @@ class Leader:
 
     Attributes:
         carried: What the next delta carries besides the trainer's tensors.
+        plan: Who does what, once the ranks have met.
         must_mend: Whether the line for bulk data broke, or a rank lags somewhere in it.
 
     Raises:
@@ -74,6 +77,7 @@ class Leader:
         self._is_closing = False
         self.carried = Carried()
         self.must_mend = False
+        self.plan: Plan | None = None
         create_stream(stream)
         self._committer = Committer(stream, new_lineage=settings.new_lineage)
         end = self._committer.end
@@ -124,6 +128,8 @@ class Leader:
         """
         try:
             reports = self._collect(topic)
+            if self.plan is not None:
+                check_replicas(self.plan, [report.replicas for report in reports])
             self._ranks.forget_before(topic)
             sealed, data = seal(self._manifest(place, facts, reports), self._stream.signing_key)
             self._commit(topic, sealed, data)

@@ -185,6 +185,7 @@ class Report(msgspec.Struct):
     fault: Fault | None = None
     is_peers: bool = False
     is_line_broken: bool = False
+    replicas: dict[str, int] = {}
 
 
 class Verdict(msgspec.Struct):

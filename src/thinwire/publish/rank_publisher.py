@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -107,7 +107,9 @@ class RankPublisher:
         try:
             start = self._begin(Observers(observer))
             hosts, self.plan = meet(ranks, stream, holdings)
-            self.baseline = Baseline(self.plan, ranks.rank, allocate)
+            if self._leader is not None:
+                self._leader.plan = self.plan
+            self.baseline = self._agreed(lambda: Baseline(self.plan, ranks.rank, allocate))
             if start.link is not None:
                 self._resume(start.lineage, start.link, hosts)
         except BaseException:
@@ -145,6 +147,7 @@ class RankPublisher:
         staging: Staging | Fault | None,
         facts: Facts,
         on_phase: OnPhase,
+        replicas: Mapping[str, int],
     ) -> Manifest:
         """Make one version; runs in the background, on every rank at once.
 
@@ -156,17 +159,18 @@ class RankPublisher:
                 be no version.
             facts: What the trainer says of it; those of rank 0 count.
             on_phase: Told what begins: "encoding", "uploading", "committing".
+            replicas: Digests of tensors that other ranks hold, too: see ``replicated``.
 
         Raises:
             ThinwireError: There is no new version; the same error on every rank.
             Deadline: It was not heard in time what became of it: see :meth:`settle`.
         """
         if self._leader is None:
-            return self._publish(topic, line, None, staging, facts, on_phase)
+            return self._publish(topic, line, None, staging, facts, on_phase, replicas)
         with self._leader.background.paused():
             place, order = self._leader.place(is_first=not self.has_base)
             self.ranks.tell(f"{topic}/order", msgspec.msgpack.encode(order))
-            manifest = self._publish(topic, line, place, staging, facts, on_phase)
+            manifest = self._publish(topic, line, place, staging, facts, on_phase, replicas)
         self._leader.background.wake()
         return manifest
 
@@ -216,6 +220,17 @@ class RankPublisher:
         if start.fault is not None:
             raise start.fault.error(0)
         return start
+
+    def _agreed(self, make: Callable[[], Baseline]) -> Baseline:
+        """What ``make`` returns, once it did on every rank."""
+        made, ready = None, Ready()
+        try:
+            made = make()
+        except Exception as error:
+            ready = Ready(fault=Fault.of(error))
+        agree(self.ranks, ready)
+        assert made is not None
+        return made
 
     def _resume(self, lineage: str, link: Link, hosts: Sequence[str]) -> None:
         """Fill the baseline from a copy of the head: one on each host."""
@@ -284,6 +299,7 @@ class RankPublisher:
         staging: Staging | Fault | None,
         facts: Facts,
         on_phase: OnPhase,
+        replicas: Mapping[str, int],
     ) -> Manifest:
         start_s = time.monotonic()
         order = msgspec.msgpack.decode(self.ranks.hear(f"{topic}/order"), type=Order)
@@ -305,6 +321,7 @@ class RankPublisher:
         except Exception as error:
             report = Report(fault=Fault.of(error), is_peers=isinstance(error, PeerFailed))
         report.is_line_broken = self.ranks.is_broken
+        report.replicas = dict(replicas)
         captured = None if isinstance(staging, Fault) else staging
         self._unsettled = _Unsettled(topic, captured, encoded, uploaded)
         self.ranks.report(f"{topic}/done", msgspec.msgpack.encode(report))

@@ -123,7 +123,7 @@ class Plan:
     Large tensors are cut into the codec's chunks of 2**20 words. A chunk is encoded by the rank
     that holds most of it, or by one of those that hold a part, in turn; the others send it what
     they found. A part
-    that several ranks hold is captured by one of them, chunk by chunk in turn. Small tensors are
+    that several ranks hold is captured by one of them, tensor by tensor in turn. Small tensors are
     encoded by the rank that assembles their container, since they share chunks.
 
     Attributes:
@@ -229,7 +229,8 @@ class Plan:
         sources = []
         for part in np.flatnonzero(cuts[:, number + 1] > cuts[:, number]).tolist():
             holders = spread.holders[part]
-            rank = holders[(tensor + number) % len(holders)]
+            # A part comes from one rank, so that it is weights that one rank had.
+            rank = holders[tensor % len(holders)]
             sources.append(Source(rank, part, int(cuts[part, number]), int(cuts[part, number + 1])))
         if self.is_small(tensor) or not sources:
             owner = self.home_of(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -122,7 +122,7 @@ class Capture:
     def diff(self, sources: Iterable[Source], staging: Staging) -> int:
         """Note what differs from the baseline; returns how many words do.
 
-        Each tensor is done with before the next one is drawn.
+        Of an iterator each tensor is done with before the next one is drawn.
 
         Raises:
             TensorMismatch: They are not the tensors that were planned for.
@@ -329,40 +329,13 @@ class _Copied:
         return _native.find_changes(base, self._words, self._word_bytes, positions, words)
 
 
-def check_replicas(baseline: Baseline, digests: Sequence[Mapping[str, int]]) -> None:
-    """Raise unless ranks that hold the same part of a tensor hold the same weights.
-
-    Args:
-        baseline: Of any rank.
-        digests: What :func:`replica_digests` found, by rank.
-
-    Raises:
-        TensorMismatch: They do not: the tensor is something else than what it looks like.
-    """
-    for spread in baseline.plan.spreads:
-        for ranks in spread.holders:
-            for rank in ranks[1:]:
-                if digests[rank].get(spread.name) != digests[ranks[0]].get(spread.name):
-                    raise TensorMismatch(
-                        f"tensor {spread.name!r} is on ranks {ranks[0]} and {rank}, with other "
-                        "weights on each",
-                        hint="Ranks that hold different parts of a tensor must publish DTensors, "
-                        "which say what part that is; replicas must be kept equal",
-                        tensor=spread.name,
-                    )
-
-
-def replica_digests(baseline: Baseline, sources: Sequence[Source]) -> dict[str, int]:
-    """A digest of each tensor of which other ranks hold the same part."""
-    shared = {
-        spread.name
-        for spread in baseline.plan.spreads
-        if any(len(ranks) > 1 and baseline.rank in ranks for ranks in spread.holders)
-    }
+@torch.no_grad()
+def digests_of(sources: Sequence[Source], names: Collection[str]) -> dict[str, int]:
+    """A digest of what is here of some tensors, as it is published."""
     return {
         source.name: xxh3_64(_bits(source.tensor.to(source.dtype).contiguous().reshape(-1)))
         for source in sources
-        if source.name in shared and source.held is not None
+        if source.name in names and source.held is not None
     }
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import shutil
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self
 
 import msgspec
 import torch
@@ -27,28 +28,20 @@ from thinwire.publish.making import Facts
 from thinwire.publish.publisher import facts_of
 from thinwire.publish.rank_publisher import RankPublisher
 from thinwire.publish.ranks import Alone, Fault, Ranks
+from thinwire.publish.replicas import check_replicas, replicated
 from thinwire.publish.settings import Settings
 from thinwire.publish.staging import Staging
 from thinwire.stream.events import Observer, Refused
 from thinwire.stream.version import Version
-from thinwire.torch.capture import Capture, check_replicas, replica_digests
+from thinwire.torch.agreement import Agreement, WhenBusy
+from thinwire.torch.capture import Capture, digests_of
 from thinwire.torch.device_diff import DeviceDiffMode
 from thinwire.torch.files import Files, check_weights_name, small_files
 from thinwire.torch.ranks import JobRanks
 from thinwire.torch.state import ModelState, Rename, Selection, Source, StateFn, holdings_of
 from thinwire.torch.ticket import Ticket
 
-T = TypeVar("T")
-WhenBusy = Literal["latest", "block"]
-
-
-class _Go(msgspec.Struct):
-    """What rank 0 tells the others at each publish."""
-
-    step: int | None = None
-    line: str = ""
-    is_skipped: bool = False
-    fault: Fault | None = None
+_LOG = logging.getLogger("thinwire")
 
 
 class TorchPublisher:
@@ -162,17 +155,21 @@ class TorchPublisher:
         self._when_busy = when_busy
         self._deadline_s = deadline_s
         self._memory_limit_bytes = memory_limit_bytes
-        self._is_temporary = folder is None
         self._folder = Path(tempfile.mkdtemp(prefix="thinwire-") if folder is None else folder)
         self._ranks: Ranks = JobRanks(group, deadline_s) if _is_job(group) else Alone()
         self._rank_folder = self._folder / f"rank{self._ranks.rank}"
         self._count = 0
         self._thread: threading.Thread | None = None
         self._ticket: Ticket | None = None
-        self._line = "0"  # as rank 0 names it
         self._is_closed = False
-        try:
-            sources, opened, small = self._agreed(lambda: self._prepared(model, stream, files))
+        self._agreement = Agreement(self._ranks, deadline_s)
+        with ExitStack() as stack:
+            if folder is None:
+                stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            stack.callback(self._ranks.close)
+            sources, opened, small = self._agreement.on_all(
+                lambda: self._prepared(model, stream, files)
+            )
             settings = Settings(
                 new_lineage=new_lineage,
                 reference=reference or "",
@@ -195,13 +192,15 @@ class TorchPublisher:
                 allocate=self._allocator(baseline),
                 observer=observer,
             )
-            if self._ranks.size > 1:
-                digests = msgspec.msgpack.encode(replica_digests(self._publisher.baseline, sources))
-                shared = self._ranks.share(digests)
-                check_replicas(
-                    self._publisher.baseline,
-                    [msgspec.msgpack.decode(one, type=dict[str, int]) for one in shared],
-                )
+            stack.callback(self._publisher.close)
+            own = self._agreement.on_all(lambda: self._replicas(sources))
+            check_replicas(
+                self._publisher.plan,
+                [
+                    msgspec.msgpack.decode(one, type=dict[str, int])
+                    for one in self._ranks.share(msgspec.msgpack.encode(own))
+                ],
+            )
 
             def refused(error: ThinwireError) -> None:
                 if observer is not None:
@@ -209,7 +208,7 @@ class TorchPublisher:
                     facts = {"url": opened.url, "lineage": "", "code": error.code}
                     observer.on_event(Refused(version=version, reason=str(error), **facts))
 
-            self._capture = self._agreed(
+            self._capture = self._agreement.on_all(
                 lambda: Capture(
                     self._publisher.baseline,
                     sources,
@@ -217,9 +216,9 @@ class TorchPublisher:
                     on_refused=refused,
                 )
             )
-        except BaseException:
-            self._clean()
-            raise
+            stack.callback(self._capture.close)
+            self._closing = stack.pop_all()
+        atexit.register(self._at_exit)
 
     def __enter__(self) -> Self:
         return self
@@ -259,6 +258,7 @@ class TorchPublisher:
         *,
         metadata: Mapping[str, Any] | None = None,
         tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
+        when_busy: WhenBusy | None = None,
     ) -> Ticket:
         """Capture the weights as they are now; they become the next version in the background.
 
@@ -271,6 +271,8 @@ class TorchPublisher:
             tensors: The tensors, instead of those of the model: the same ones by name, in any
                 order. They are drawn one by one, and each may be gone once the next is drawn. Of a
                 publish that is skipped none is drawn.
+            when_busy: For this once: "block" for the last step, so that it is not skipped. That
+                of rank 0 counts.
 
         Raises:
             TensorMismatch: The model changed by names, dtypes, shapes or sharding, or tied weights
@@ -284,7 +286,9 @@ class TorchPublisher:
         self._count += 1
         ticket = Ticket(step)
         topic = f"{self._count}"
-        go = self._go(topic, step)
+        busy = when_busy or self._when_busy
+        must_mend = self._publisher.must_mend
+        go = self._agreement.go(topic, step, self._ticket, busy, must_mend)
         if go.fault is not None:
             raise go.fault.error()
         if go.is_skipped:
@@ -296,13 +300,15 @@ class TorchPublisher:
             self._publisher.check_usable()
             facts = facts_of(step, metadata)
             self._check_step(go.step, facts.step)
-            staging = self._captured(ticket, tensors)
+            sources = self._state.sources() if tensors is None else self._state.drawn(tensors)
+            staging = self._captured(ticket, sources)
+            replicas = self._replicas(sources)
         except BaseException as error:
             # The other ranks are told so; the caller gets the error itself.
             if self._ranks.size > 1:
                 self._start(topic, go.line, Fault.of(error), Facts(None, {}), ticket)
             raise
-        self._start(topic, go.line, staging, facts, ticket)
+        self._start(topic, go.line, staging, facts, ticket, replicas)
         return ticket
 
     def _check_step(self, leader: int | None, own: int | None) -> None:
@@ -319,12 +325,13 @@ class TorchPublisher:
         staging: Staging | Fault | None,
         facts: Facts,
         ticket: Ticket,
+        replicas: Mapping[str, int] | None = None,
     ) -> None:
         ticket._captured()
         self._ticket = ticket
         self._thread = threading.Thread(
             target=self._run,
-            args=(topic, line, staging, facts, ticket),
+            args=(topic, line, staging, facts, ticket, replicas or {}),
             name="thinwire-publish",
             daemon=True,
         )
@@ -346,16 +353,35 @@ class TorchPublisher:
 
         Args:
             timeout_s: How long to wait; None: ``deadline_s``.
+
+        Raises:
+            Deadline: It was still on its way; it may or may not come to be.
         """
         if self._is_closed:
             return
         self._is_closed = True
+        atexit.unregister(self._at_exit)
         limit_s = self._deadline_s if timeout_s is None else timeout_s
+        ticket = self._ticket
         if self._thread is not None:
             self._thread.join(limit_s)
-        self._publisher.close()
-        self._capture.close()
-        self._clean()
+        self._closing.close()
+        if ticket is not None and not ticket.is_done:
+            raise Deadline(
+                f"step {ticket.step} is given up: it was {ticket.state} after {limit_s:g} s",
+                hint="A publisher that is opened again goes on from the head of the stream",
+            )
+        if ticket is not None and ticket.error is not None:
+            _LOG.warning("the last publish failed: %s", ticket.error)
+
+    def _at_exit(self) -> None:
+        """A process that ends without :meth:`close`: its last version is waited for."""
+        if self._ticket is not None and not self._ticket.is_done:
+            _LOG.warning(
+                "waiting for the version of step %s; close the publisher", self._ticket.step
+            )
+        with suppress(ThinwireError):
+            self.close()
 
     def _prepared(
         self, model: object, stream: Stream | str | os.PathLike[str], files: Files | None
@@ -365,54 +391,6 @@ class TorchPublisher:
             self._rank_folder.mkdir(parents=True, exist_ok=True)
         opened = stream if isinstance(stream, Stream) else open_stream(stream)
         return self._state.sources(), opened, small_files(model, files, self._dtype)
-
-    def _agreed(self, prepare: Callable[[], T]) -> T:
-        """What ``prepare`` returns, once it did on every rank; else its error, on every rank."""
-        found: T | None = None
-        fault = None
-        mine: Exception | None = None
-        try:
-            found = prepare()
-        except Exception as error:
-            fault, mine = Fault.of(error), error
-        said = self._ranks.share(msgspec.msgpack.encode(fault))
-        if mine is not None:
-            raise mine
-        for rank, data in enumerate(said):
-            other = msgspec.msgpack.decode(data, type=Fault | None)
-            if other is not None:
-                raise other.error(rank)
-        return cast(T, found)
-
-    def _go(self, topic: str, step: int | None) -> _Go:
-        """Rank 0 decides whether this publish takes place; all do as it says."""
-        if self._ranks.rank == 0:
-            go = self._decide(topic)
-            with suppress(ThinwireError):
-                go.step = facts_of(step, None).step
-            self._ranks.tell(f"{topic}/go", msgspec.msgpack.encode(go))
-        heard = self._ranks.hear(f"{topic}/go", sign_of_life=f"{topic}/alive")
-        return msgspec.msgpack.decode(heard, type=_Go)
-
-    def _decide(self, topic: str) -> _Go:
-        ticket = self._ticket
-        if ticket is not None and not ticket.is_done and self._when_busy == "latest":
-            return _Go(is_skipped=True)
-        if ticket is not None and not ticket.is_done:
-            until_s = time.monotonic() + self._deadline_s
-            while not ticket.is_done and time.monotonic() < until_s:
-                self._ranks.tell(f"{topic}/alive", str(time.monotonic()).encode())
-                with suppress(ThinwireError):
-                    ticket.wait(min(1.0, self._deadline_s / 4))
-            if not ticket.is_done:
-                error = Deadline(
-                    f"the version before is still on its way after {self._deadline_s:g} s",
-                    hint="Is the store reachable? The observer is told of every failure",
-                )
-                return _Go(fault=Fault.of(error))
-        if self._publisher.must_mend:
-            self._line = topic
-        return _Go(line=self._line)
 
     def _finish_last(self) -> None:
         """Rank 0 is done with the version before: hear of it, if this rank has not yet."""
@@ -430,11 +408,13 @@ class TorchPublisher:
             if not self._publisher.is_settled:
                 raise
 
-    def _captured(
-        self, ticket: Ticket, tensors: Iterable[tuple[str, torch.Tensor]] | None
-    ) -> Staging | None:
-        sources: Iterable[Source]
-        sources = self._state.sources() if tensors is None else self._state.drawn(tensors)
+    def _replicas(self, sources: Iterable[Source]) -> dict[str, int]:
+        """Digests of tensors that other ranks hold, too."""
+        if self._ranks.size == 1 or not isinstance(sources, list):
+            return {}
+        return digests_of(sources, replicated(self._publisher.plan, self._ranks.rank, self._count))
+
+    def _captured(self, ticket: Ticket, sources: Iterable[Source]) -> Staging | None:
         if not self._publisher.has_base:
             self._capture.fill(sources)
             return None
@@ -453,11 +433,12 @@ class TorchPublisher:
         staging: Staging | Fault | None,
         facts: Facts,
         ticket: Ticket,
+        replicas: Mapping[str, int],
     ) -> None:
         version = None
         failure: ThinwireError | None = None
         try:
-            manifest = self._publisher.publish(topic, line, staging, facts, ticket._enter)
+            manifest = self._publisher.publish(topic, line, staging, facts, ticket._enter, replicas)
             version = Version.of(manifest)
         except Exception as error:
             failure = error if isinstance(error, ThinwireError) else Fault.of(error).error()
@@ -469,12 +450,6 @@ class TorchPublisher:
         if baseline == "disk":
             return _on_disk(self._rank_folder / "baseline")
         return _pinned if torch.cuda.is_available() else in_memory
-
-    def _clean(self) -> None:
-        with suppress(Exception):
-            self._ranks.close()
-        if self._is_temporary:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _is_job(group: Any) -> bool:
