@@ -1,0 +1,1 @@
+"""Publishing from jobs of several ranks: real processes, real gloo, real signals."""
