@@ -140,7 +140,9 @@ class TestTraining:
             told = publisher._publisher.ranks._told  # type: ignore[attr-defined]
             sizes.append(sum(map(len, told.values())))
         assert max(sizes[6:]) <= max(sizes[:6])
-        assert [p.name for p in publisher._rank_folder.rglob("*") if p.is_file()] == []
+        assert [p.name for p in publisher._rank_folder.rglob("*") if p.is_file()] == [
+            ".thinwire-lock"
+        ]
 
 
 class TestTickets:
@@ -399,7 +401,8 @@ class TestFailures:
         stand.fail("put_if_absent")
         ticket = publisher.publish(1)
         wait_until(lambda: any(isinstance(e, Refused) for e in stand.observer.events))
-        publisher.close(timeout_s=0.1)
+        with pytest.raises(Deadline, match="step 1 is given up"):
+            publisher.close(timeout_s=0.1)
         with pytest.raises(Unavailable):
             ticket.wait(60)
         stand.mend()

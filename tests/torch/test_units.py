@@ -180,14 +180,15 @@ def test_every_rank_makes_the_same_plan(job: list[list[Holding]]) -> None:
 @settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 3))
 def test_replicas_share_the_work(ranks: int, chunks: int, before: int) -> None:
-    """Of a tensor that all ranks hold, each captures as many chunks, give or take one."""
+    """Of tensors that all ranks hold, each captures as many whole ones, give or take one."""
     with small_chunks():
-        names = [f"before{number}" for number in range(before)] + ["whole"]
+        names = [f"t{number}" for number in range(before + 1)]
         held = [holding(name, "BF16", Held.whole((chunks, CHUNK_WORDS))) for name in names]
         plan = plan_of([held] * ranks)
-        found = list(plan.units_of(before))
-        captures = Counter(unit.sources[0].rank for unit in found)
-        assert all(unit.is_own for unit in found), "nobody sends anything"
+        assert all(unit.is_own for unit in all_units(plan)), "nobody sends anything"
+        takers = [{unit.owner for unit in plan.units_of(t)} for t in range(len(names))]
+        assert all(len(taker) == 1 for taker in takers), "what is published one rank had"
+        captures = Counter(rank for taker in takers for rank in taker)
         assert max(captures.values()) - min(captures[rank] for rank in range(ranks)) <= 1
 
 
@@ -314,7 +315,7 @@ def test_tensors_without_elements() -> None:
 
 
 def test_a_rank_without_anything() -> None:
-    whole = [holding("t", "F32", Held.whole((30,)))]
+    whole = [holding(name, "F32", Held.whole((30,))) for name in "ab"]
     with small_chunks():
         plan = plan_of([whole, [], whole])
         assert {unit.owner for unit in all_units(plan)} == {0, 2}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -34,6 +33,7 @@ from thinwire.publish.messages import (
     SentUnit,
     TensorRow,
     exchanged,
+    in_step,
 )
 from thinwire.publish.ranks import Ranks
 from thinwire.publish.spool import Kept, Spool
@@ -106,7 +106,7 @@ class Attempt:
         self._topic = topic
         self._spec = spec
         self._workers = workers
-        self._received: dict[int, dict[int, list[Found]]] = {}
+        self._received: dict[int, Staging] = {}  # by source
         self._tables: dict[str, bytes] = {}
         self._changed: dict[int, tuple[Changes | None, int]] = {}
         self._coded: dict[int, Kept] = {}
@@ -119,26 +119,29 @@ class Attempt:
             PeerFailed: Another rank failed.
             ThinwireError: This one did; the others were told. The baseline is as it was.
         """
-        for changes in exchanged(self._ranks, self._outgoing_changes, list[SentChanges]):
-            runs = [run.found() for run in changes.runs]
-            self._received.setdefault(changes.place, {})[changes.source] = runs
-        round_count = self._fit()
-        owned = [place for place, unit in self._baseline.owned() if self._is_large(unit)]
         with self._spool:
-            for number in range(round_count):
-                batch = owned[number * _ROUND_UNITS : (number + 1) * _ROUND_UNITS]
-                for sent in exchanged(self._ranks, partial(self._code_all, batch), list[SentUnit]):
-                    self._coded[sent.place] = self._spool.keep(sent)
+            with in_step(self._ranks):
+                self._exchange_changes()
+                self._exchange_sections(self._fit())
             paths: dict[int, Path] = {}
-            for number, home in enumerate(self._plan.homes):
-                if home == self._ranks.rank:
-                    beside = carried if number == 0 else Carried()
-                    paths[number] = self._assemble(number, beside)
+            try:
+                for number, home in enumerate(self._plan.homes):
+                    if home == self._ranks.rank:
+                        paths[number] = self._folder / f"{secrets.token_hex(8)}.tw"
+                        beside = carried if number == 0 else Carried()
+                        self._assemble(number, beside, paths[number])
+            except BaseException:
+                for path in paths.values():
+                    path.unlink(missing_ok=True)
+                raise
         return Encoded(paths, self._changed)
 
     def _found_in(self, place: int) -> dict[int, list[Found]]:
         """What all sources found in a unit that this rank owns."""
-        found = dict(self._received.get(place, {}))
+        found: dict[int, list[Found]] = {}
+        for source, staging in self._received.items():
+            if runs := list(staging.of(place)):
+                found[source] = runs
         own = list(self._staging.of(place))
         if own:
             found[self._own_source(self._baseline.units[place])] = own
@@ -148,15 +151,42 @@ class Attempt:
         ranks = [source.rank for source in unit.sources]
         return ranks.index(self._ranks.rank)
 
-    def _outgoing_changes(self) -> dict[int, list[SentChanges]]:
+    def _exchange_changes(self) -> None:
+        """Send what was found in units that others encode, some units at a time."""
+        places = [
+            place
+            for place in self._staging.units()
+            if self._baseline.units[place].owner != self._ranks.rank
+        ]
+        topic = f"{self._topic}/rounds"
+        counts = list(exchanged(self._ranks, {0: [len(places)]}, list[int]))
+        if self._ranks.rank == 0:
+            self._ranks.tell(topic, str(-(-max(counts) // _ROUND_UNITS)).encode())
+        for number in range(int(self._ranks.hear(topic))):
+            batch = places[number * _ROUND_UNITS : (number + 1) * _ROUND_UNITS]
+            outgoing = self._outgoing_changes(batch)
+            for changes in exchanged(self._ranks, outgoing, list[SentChanges]):
+                if changes.source not in self._received:
+                    self._received[changes.source] = self._staging.another()
+                for run in changes.runs:
+                    self._received[changes.source].add(changes.place, run.found())
+
+    def _outgoing_changes(self, places: Sequence[int]) -> dict[int, list[SentChanges]]:
         outgoing: dict[int, list[SentChanges]] = {}
-        for place in self._staging.units():
+        for place in places:
             unit = self._baseline.units[place]
-            if unit.owner != self._ranks.rank:
-                runs = [SentRun.of(found) for found in self._staging.of(place)]
-                changes = SentChanges(place, self._own_source(unit), runs)
-                outgoing.setdefault(unit.owner, []).append(changes)
+            runs = [SentRun.of(found) for found in self._staging.of(place)]
+            changes = SentChanges(place, self._own_source(unit), runs)
+            outgoing.setdefault(unit.owner, []).append(changes)
         return outgoing
+
+    def _exchange_sections(self, round_count: int) -> None:
+        """Code what this rank owns, and hand the sections to those that assemble containers."""
+        owned = [place for place, unit in self._baseline.owned() if self._is_large(unit)]
+        for number in range(round_count):
+            batch = owned[number * _ROUND_UNITS : (number + 1) * _ROUND_UNITS]
+            for sent in exchanged(self._ranks, self._code_all(batch), list[SentUnit]):
+                self._coded[sent.place] = self._spool.keep(sent)
 
     def _is_large(self, unit: Unit) -> bool:
         return not self._plan.is_small(unit.tensor)
@@ -170,7 +200,7 @@ class Attempt:
         Returns:
             In how many rounds the coded units are exchanged.
         """
-        sent = exchanged(self._ranks, lambda: {0: self._sample()}, list[SentCounts])
+        sent = exchanged(self._ranks, {0: self._sample()}, list[SentCounts])
         topic = f"{self._topic}/tables"
         if self._ranks.rank == 0:
             totals: dict[str, np.ndarray] = {}
@@ -292,7 +322,7 @@ class Attempt:
                 tensor=name,
             )
 
-    def _assemble(self, number: int, carried: Carried) -> Path:
+    def _assemble(self, number: int, carried: Carried, path: Path) -> None:
         """Write a container."""
         steps = np.zeros((2, 64), np.int64)
         groups: list[tuple[str, bytes]] = []
@@ -317,7 +347,6 @@ class Attempt:
             for dtype, packed in self._tables.items()
             for at in range(0, len(packed), TABLE_BYTES)
         ]
-        path = self._folder / f"{secrets.token_hex(8)}.tw"
         with os_errors("cannot write", path), path.open("xb") as file:
             write_coded(
                 cast(BinaryIO, file),
@@ -329,7 +358,6 @@ class Attempt:
                 spec=self._spec,
                 spool_dir=self._folder,
             )
-        return path
 
     def _code_group(
         self,

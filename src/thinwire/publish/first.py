@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from thinwire.codec.container import Attachment
 from thinwire.codec.digest import tensor_digest, xxh3_64
 from thinwire.maintain.upload import file_record
 from thinwire.publish.baseline import Baseline, scatter
-from thinwire.publish.messages import FileReceipt, SentPart, TensorRow, exchanged
+from thinwire.publish.messages import FileReceipt, SentPart, TensorRow, exchanged, in_step
 from thinwire.publish.ranks import Ranks
 from thinwire.publish.source import FILE_BYTES, index_of, safetensors_header
 from thinwire.publish.units import Plan, Unit
@@ -103,11 +102,11 @@ class FirstVersion:
             ThinwireError: This one did.
         """
         paths: dict[str, Path] = {}
-        exchanged(self._ranks, lambda: self._create(paths), list[int])
-        for batch in self._rounds():
-            outgoing = partial(self._outgoing, batch)
-            for part in exchanged(self._ranks, outgoing, list[SentPart]):
-                self._put(part)
+        with in_step(self._ranks):
+            self._create(paths)
+            for batch in self._rounds():
+                for part in exchanged(self._ranks, self._outgoing(batch), list[SentPart]):
+                    self._put(part)
         for path in paths.values():
             sync(path)
         self._baseline.digest_owned()
@@ -147,7 +146,7 @@ class FirstVersion:
                 receipts.append(FileReceipt(record, "file", len(data), xxh3_64(data), []))
         return receipts, others
 
-    def _create(self, paths: dict[str, Path]) -> dict[int, list[int]]:
+    def _create(self, paths: dict[str, Path]) -> None:
         for file in self._files:
             if file.home != self._ranks.rank:
                 continue
@@ -163,7 +162,6 @@ class FirstVersion:
             for tensor, spread in zip(file.tensors, spreads, strict=True):
                 self._views[tensor] = view[at : at + spread.byte_count]
                 at += spread.byte_count
-        return {}
 
     def _rounds(self) -> list[list[Unit]]:
         """All units, so that no rank sends or receives much at a time."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import msgspec
@@ -11,7 +11,7 @@ import numpy as np
 
 from thinwire.codec import zstd
 from thinwire.publish.held import Runs
-from thinwire.publish.ranks import Fault, Ranks
+from thinwire.publish.ranks import Fault, LineBroken, PeerFailed, Ranks
 from thinwire.publish.staging import Found
 from thinwire.publish.units import Holding
 from thinwire.stream.blocks import ObjectRecord
@@ -62,8 +62,9 @@ class SentCounts(msgspec.Struct, array_like=True):
 class Fit(msgspec.Struct, array_like=True):
     """What rank 0 fitted for all, and in how many rounds coded units are exchanged."""
 
-    tables: dict[str, bytes]
-    round_count: int
+    tables: dict[str, bytes] = {}
+    round_count: int = 0
+    fault: Fault | None = None
 
 
 class SentUnit(msgspec.Struct, array_like=True):
@@ -207,19 +208,25 @@ def unpack(data: bytes) -> bytes:
     return zstd.decompress(data[8:], int.from_bytes(data[:8], "little"), "what a rank said")
 
 
-def exchanged(
-    ranks: Ranks, make: Callable[[], Mapping[int, list[T]]], kind: type[list[T]]
-) -> Iterator[T]:
-    """Make messages for other ranks, exchange them, and go through what came.
+def exchanged(ranks: Ranks, outgoing: Mapping[int, list[T]], kind: type[list[T]]) -> Iterator[T]:
+    """Exchange messages with other ranks, and go through what came."""
+    sent = {rank: msgspec.msgpack.encode(items) for rank, items in outgoing.items()}
+    return _decoded(ranks.exchange(sent), kind)
 
-    Where making them fails here, the others learn of it instead of waiting.
+
+@contextmanager
+def in_step(ranks: Ranks) -> Iterator[None]:
+    """Around all exchanges of an attempt: where something fails here, the others learn of it.
+
+    They are in their next exchange, or will be, and would wait for this rank.
     """
     try:
-        outgoing = {rank: msgspec.msgpack.encode(items) for rank, items in make().items()}
+        yield
+    except (PeerFailed, LineBroken):
+        raise
     except BaseException:
         decline(ranks)
         raise
-    return _decoded(ranks.exchange(outgoing), kind)
 
 
 def _decoded(received: Mapping[int, bytes | memoryview], kind: type[list[T]]) -> Iterator[T]:

@@ -34,7 +34,7 @@ from thinwire.publish.leader import Leader
 from thinwire.publish.making import Facts
 from thinwire.publish.meeting import agree, meet
 from thinwire.publish.messages import Order, Ready, Report, Start, Verdict, decline
-from thinwire.publish.ranks import Fault, PeerFailed, Ranks
+from thinwire.publish.ranks import Fault, LineBroken, PeerFailed, Ranks
 from thinwire.publish.settings import Settings
 from thinwire.publish.source import kept_attachments
 from thinwire.publish.staging import Staging
@@ -319,7 +319,8 @@ class RankPublisher:
                 else:
                     encoded, report = self._make_delta(topic, order, staging, uploaded, on_phase)
         except Exception as error:
-            report = Report(fault=Fault.of(error), is_peers=isinstance(error, PeerFailed))
+            is_peers = isinstance(error, PeerFailed | LineBroken)
+            report = Report(fault=Fault.of(error), is_peers=is_peers)
         report.is_line_broken = self.ranks.is_broken
         report.replicas = dict(replicas)
         captured = None if isinstance(staging, Fault) else staging

@@ -15,6 +15,10 @@ class PeerFailed(Unavailable):
     """Another rank could not do its part; what went wrong there is told by that rank."""
 
 
+class LineBroken(Unavailable):
+    """The line for bulk data failed: another rank is gone, or lags."""
+
+
 class Ranks(Protocol):
     """One rank's line to the others. Rank 0 decides; all call the same things in the same order.
 
@@ -174,7 +178,7 @@ class Fault(msgspec.Struct, array_like=True):
 def _kind_of(code: str) -> type[ThinwireError]:
     kinds: list[type[ThinwireError]] = [ThinwireError]
     for kind in kinds:
-        if kind.code == code and kind is not PeerFailed:
+        if kind.code == code and kind not in (PeerFailed, LineBroken):
             return kind
         kinds += kind.__subclasses__()
     return InvalidArgument if code else ThinwireError

@@ -71,6 +71,11 @@ class Staging:
         for kept in self._units.get(unit, ()):
             yield self._from_file(kept) if isinstance(kept, _Filed) else kept
 
+    def another(self) -> Staging:
+        """An empty one beside this one, with what is left of its budget."""
+        left_bytes, self._left_bytes = self._left_bytes // 2, self._left_bytes // 2
+        return Staging(self._folder, left_bytes)
+
     def units(self) -> list[int]:
         """The units in which something differs."""
         return list(self._units)

@@ -23,8 +23,8 @@ def small_files(model: object, files: Files | None, dtype: str = "") -> dict[str
         model: A Hugging Face model has its configuration with it.
         files: What comes beside, or instead of it: a folder, of which weights and subfolders are
             left out, or contents by name.
-        dtype: The dtype that the weights are published in, by torch's name: what a model that is
-            trained in another one says of itself would make engines load it so.
+        dtype: The dtype that the weights are published in, by torch's name, or "auto": what a model
+            that is trained in another one says of itself would make engines load it so.
 
     Raises:
         InvalidArgument: A name that a checkpoint's folder cannot have.
@@ -90,7 +90,13 @@ def _configs(model: Any, dtype: str) -> dict[str, bytes]:
         config = json.loads(to_json())
         for key in ("dtype", "torch_dtype"):
             if dtype and isinstance(config.get(key), str):
-                config[key] = dtype
+                config[key] = _published(dtype, config[key])
         text = json.dumps(config, indent=2, sort_keys=True)
         found[f"{attribute}.json"] = f"{text}\n".encode()
     return found
+
+
+def _published(dtype: str, own: str) -> str:
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if own in ("float32", "float64") else own

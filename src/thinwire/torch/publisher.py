@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.checkpoint.disk import create_mapped, os_errors
+from thinwire.checkpoint.lock import locked
 from thinwire.codec.chunk import Spec
 from thinwire.errors import Deadline, InvalidArgument, ThinwireError
 from thinwire.follow import Stream, open_stream
@@ -42,6 +43,8 @@ from thinwire.torch.state import ModelState, Rename, Selection, Source, StateFn,
 from thinwire.torch.ticket import Ticket
 
 _LOG = logging.getLogger("thinwire")
+# How long a thread may take to end once it was told to.
+_GIVE_UP_S = 5.0
 
 
 class TorchPublisher:
@@ -62,8 +65,9 @@ class TorchPublisher:
         stream: The stream, or its URL. It is made, if there is none.
         folder: Scratch of this rank; after a restart, the first rank of each host also keeps a
             copy of the head there, which makes the next restart quick. None: a temporary one.
-        dtype: What floating-point tensors are published as, rounded to nearest even; None: as
-            they are. Buffers, whole numbers and one-byte floats stay as they are.
+        dtype: What floating-point tensors are published as, rounded to nearest even. "auto": FP32
+            and FP64 as BF16, others as they are; None: all as they are. Buffers, whole numbers
+            and one-byte floats stay as they are in any case.
         dtypes: Other dtypes by patterns of published names; the first that fits counts. None as
             a dtype: as it is.
         include: Patterns of published names to publish; none: all.
@@ -113,7 +117,7 @@ class TorchPublisher:
         stream: Stream | str | os.PathLike[str],
         *,
         folder: str | os.PathLike[str] | None = None,
-        dtype: torch.dtype | None = torch.bfloat16,
+        dtype: torch.dtype | Literal["auto"] | None = "auto",
         dtypes: Mapping[str, torch.dtype | None] | None = None,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
@@ -167,6 +171,7 @@ class TorchPublisher:
             if folder is None:
                 stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             stack.callback(self._ranks.close)
+            stack.enter_context(self._agreement.on_all(self._locked))
             sources, opened, small = self._agreement.on_all(
                 lambda: self._prepared(model, stream, files)
             )
@@ -365,8 +370,11 @@ class TorchPublisher:
         ticket = self._ticket
         if self._thread is not None:
             self._thread.join(limit_s)
+        is_given_up = ticket is not None and not ticket.is_done
         self._closing.close()
-        if ticket is not None and not ticket.is_done:
+        if self._thread is not None and is_given_up:
+            self._thread.join(_GIVE_UP_S)
+        if ticket is not None and is_given_up:
             raise Deadline(
                 f"step {ticket.step} is given up: it was {ticket.state} after {limit_s:g} s",
                 hint="A publisher that is opened again goes on from the head of the stream",
@@ -383,12 +391,18 @@ class TorchPublisher:
         with suppress(ThinwireError):
             self.close()
 
+    def _locked(self) -> ExitStack:
+        """This rank's folder, for this publisher alone."""
+        with os_errors("cannot make", self._rank_folder):
+            self._rank_folder.mkdir(parents=True, exist_ok=True)
+        stack = ExitStack()
+        stack.enter_context(locked(self._rank_folder / ".thinwire-lock"))
+        return stack
+
     def _prepared(
         self, model: object, stream: Stream | str | os.PathLike[str], files: Files | None
     ) -> tuple[list[Source], Stream, dict[str, bytes]]:
         """What can go wrong on one rank alone."""
-        with os_errors("cannot make", self._rank_folder):
-            self._rank_folder.mkdir(parents=True, exist_ok=True)
         opened = stream if isinstance(stream, Stream) else open_stream(stream)
         return self._state.sources(), opened, small_files(model, files, self._dtype)
 

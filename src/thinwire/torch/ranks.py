@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import Deadline, Unavailable
-from thinwire.publish.ranks import PeerFailed, is_before
+from thinwire.errors import Deadline, ThinwireError, Unavailable
+from thinwire.publish.ranks import LineBroken, PeerFailed, is_before
 from thinwire.stream.blocks import digest_of
 
 T = TypeVar("T")
@@ -30,6 +33,42 @@ _PIECE_BYTES = 4 << 20
 _FAILED = -1
 # How many publishers a process made for each set of ranks: the same on all of these.
 _numbers: dict[str, count[int]] = {}
+
+
+class _Caller:
+    """Makes calls that may never return, on a thread of their own."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._is_stuck = False
+        threading.Thread(target=self._run, name="thinwire-store", daemon=True).start()
+
+    def call(self, call: Callable[[], T], timeout_s: float) -> T:
+        """The result of a call.
+
+        Raises:
+            Deadline: It did not return in time, or one before it has not yet.
+        """
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        try:
+            result = future.result(0.0 if self._is_stuck else timeout_s)
+        except FutureTimeout:
+            self._is_stuck = True
+            raise Deadline(
+                f"the job's key-value store did not answer within {timeout_s:g} s",
+                hint="The process that runs it, mostly rank 0's or the launcher, hangs",
+            ) from None
+        self._is_stuck = False
+        return result
+
+    def _run(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
 
 
 class JobRanks:
@@ -54,6 +93,7 @@ class JobRanks:
         prefix = f"thinwire/{members}/{next(_numbers.setdefault(members, count()))}"
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore(prefix, store.clone())
+        self._caller = _Caller()
         self._written: set[str] = set()  # on rank 0
         self._shared = count()
         self._pulses: set[str] = set()  # keys of them, on rank 0
@@ -116,7 +156,9 @@ class JobRanks:
         beats = 0
         while not is_over.wait(min(_BEAT_S, self._deadline_s / 8)):
             beats += 1
-            with suppress(Unavailable):
+            with suppress(ThinwireError):
+                if self.rank == 0:
+                    self.tell(f"{topic}/alive", f"pulse {beats}".encode())
                 self._call(partial(self._store.set, f"{topic}/pulse/{self.rank}", str(beats)))
 
     def tell(self, topic: str, data: bytes) -> None:
@@ -208,7 +250,7 @@ class JobRanks:
             return call()
         except RuntimeError as error:
             self.is_broken = True
-            raise Unavailable(
+            raise LineBroken(
                 f"another rank is gone, or did not answer within {self._deadline_s:g} s: "
                 f"{str(error).splitlines()[0]}",
                 hint="Look at the logs of the other ranks",
@@ -259,7 +301,7 @@ class JobRanks:
 
     def _call(self, call: Callable[[], T]) -> T:
         try:
-            return call()
+            return self._caller.call(call, self._deadline_s)
         except (RuntimeError, dist.DistError) as error:
             raise Unavailable(
                 f"the job's key-value store does not answer: {str(error).splitlines()[0]}",

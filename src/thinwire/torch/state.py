@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ _NAMES = {
 class Selection(NamedTuple):
     """What to publish of a model, and how; see :class:`thinwire.torch.TorchPublisher`."""
 
-    dtype: torch.dtype | None = torch.bfloat16
+    dtype: torch.dtype | Literal["auto"] | None = "auto"
     dtypes: Mapping[str, torch.dtype | None] = {}
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -61,6 +61,9 @@ class Selection(NamedTuple):
                 return tensor.dtype if dtype is None else dtype
         if self.dtype is None or is_buffer or not tensor.dtype.is_floating_point:
             return tensor.dtype
+        if self.dtype == "auto":
+            # FP16 is somebody's choice: as BF16 it would lose bits.
+            return torch.bfloat16 if tensor.element_size() > 2 else tensor.dtype
         # One-byte floats are somebody's quantisation: rounding them up would hide that.
         return tensor.dtype if tensor.element_size() == 1 else self.dtype
 

@@ -111,29 +111,20 @@ class Chain:
 
 
 @pytest.mark.parametrize("held", [1, 0])
-def test_an_upload_beyond_the_deadline_does_no_harm(
-    start: Start, tmp_path: Path, held: int
-) -> None:
+def test_a_long_upload_is_no_lag(start: Start, tmp_path: Path, held: int) -> None:
     url = str(tmp_path / "stream")
     options: dict[str, Any] = {"hold": {"rank": held, "step": 2}, "deadline_s": DEADLINE_S}
     job = start("deal", 3, url=url, seed=1, first=1, last=4, by_leave=True, **options)
     job.allow(2)
-    job.wait_for("error", 2, [rank for rank in range(3) if rank != held])
+    job.wait_for("held", 2, [held])
+    time.sleep(1.6 * DEADLINE_S)
     assert head_of(open_stream(url)) == 1
     job.release()
-    job.wait_for(("committed", "error"), 2)
     job.allow(4)
     job.wait()
-    outcomes = _outcomes(job)
-    # Rank 0 decides: where it was the slow one, the version exists, and the others learn of it.
-    for rank, outcome in enumerate(outcomes):
-        second = "committed" if rank == held == 0 else "deadline"
-        assert outcome == {1: "committed", 2: second, 3: "committed", 4: "committed"}
-    if held:
-        assert all("rank 1" in _what_became(job, rank)[2][1] for rank in range(3))
+    assert _outcomes(job) == [dict.fromkeys(range(1, 5), "committed")] * 3
     versions = Sampler(url, tmp_path / "sampler").take_all(dealt)
-    assert steps_of(versions) == ([1, 3, 4] if held else [1, 2, 3, 4])
-    check_whole(url, len(versions))
+    assert steps_of(versions) == [1, 2, 3, 4]
 
 
 def _each_with_a_seed(count: int, run: Callable[[int], None]) -> None:

@@ -1,0 +1,1 @@
+"""Where thinwire meets trainers and inference engines: one file for each, imported by name only."""
