@@ -164,7 +164,7 @@ class TestTickets:
         assert ticket.raw_bytes == version.raw_bytes == 2 * words
         assert 0 < ticket.changed_count == version.changed_count < words / 20
         assert 0 < ticket.payload_bytes == version.payload_bytes < ticket.raw_bytes / 5
-        assert set(ticket.seconds) == {"capture", "encode", "upload", "commit"}
+        assert set(ticket.seconds) == {"capture", "wait", "encode", "upload", "commit"}
         assert all(seconds >= 0 for seconds in ticket.seconds.values())
         assert "committed" in repr(ticket)
         assert "8" in repr(ticket)

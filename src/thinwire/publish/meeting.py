@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -17,7 +18,7 @@ from thinwire.publish.units import Holding, Layout, Plan, Spread, spread_over
 
 def meet(ranks: Ranks, stream: Stream, holdings: Sequence[Holding]) -> tuple[list[str], Plan]:
     """Rank 0 learns what each rank holds and tells all of them; all make the same plan."""
-    hello = Hello(platform.node(), "", list(holdings))
+    hello = Hello(_host(), "", list(holdings))
     try:
         hello.stream = stream.record().stream
     except ThinwireError as error:
@@ -55,6 +56,12 @@ def agree(ranks: Ranks, ready: Ready) -> list[Ready]:
         if one.fault is not None:
             raise one.fault.error(None if ranks.size == 1 else rank)
     return found
+
+
+def _host() -> str:
+    """What tells hosts apart; containers may share a name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _other_stream(rank: int) -> InvalidArgument:

@@ -6,8 +6,9 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -47,13 +48,15 @@ Phase = Literal["encoding", "uploading", "committing"]
 OnPhase = Callable[[Phase], None]
 
 
-class _Unsettled(NamedTuple):
-    """An attempt of which this rank did not hear what became of it."""
+@dataclass
+class _Unsettled:
+    """An attempt of which this rank did not hear what became of it, or did not tell it."""
 
     topic: str
     staging: Staging | None
     encoded: Encoded
     uploaded: Sequence[str]
+    verdict: Verdict | None = None
 
 
 class RankPublisher:
@@ -186,20 +189,24 @@ class RankPublisher:
         """
         if self._unsettled is None:
             return None
-        topic, staging, encoded, uploaded = self._unsettled
-        data = self.ranks.hear(f"{topic}/verdict", sign_of_life=f"{topic}/alive")
-        verdict = msgspec.msgpack.decode(data, type=Verdict)
+        last = self._unsettled
+        verdict = last.verdict
+        if verdict is None:
+            data = self.ranks.hear(f"{last.topic}/verdict", sign_of_life=f"{last.topic}/alive")
+            verdict = msgspec.msgpack.decode(data, type=Verdict)
+        else:
+            self.ranks.tell(f"{last.topic}/verdict", msgspec.msgpack.encode(verdict))
         self._unsettled = None
         if verdict.manifest is None:
             assert verdict.fault is not None
             if verdict.is_foreign:
                 # Named by our session: nobody else can mean them.
                 with suppress(StoreError):
-                    self.stream.store.delete(uploaded)
+                    self.stream.store.delete(last.uploaded)
             raise verdict.fault.error()
-        if staging is not None:
+        if last.staging is not None:
             self._is_usable = False
-            move_on(self.baseline, staging, encoded)
+            move_on(self.baseline, last.staging, last.encoded)
             self._is_usable = True
         self.has_base = True
         self.head = verdict.manifest
@@ -328,8 +335,7 @@ class RankPublisher:
         self.ranks.report(f"{topic}/done", msgspec.msgpack.encode(report))
         on_phase("committing")
         if self._leader is not None and place is not None:
-            verdict = self._leader.decide(topic, place, facts)
-            self.ranks.tell(f"{topic}/verdict", msgspec.msgpack.encode(verdict))
+            self._unsettled.verdict = self._leader.decide(topic, place, facts)
         manifest = self.settle()
         assert manifest is not None
         if self._leader is not None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from thinwire.errors import InvalidArgument, ThinwireError, Unavailable
+from thinwire.errors import InvalidArgument, ThinwireError, Unavailable, from_os_error
 
 
 class PeerFailed(Unavailable):
@@ -164,6 +164,8 @@ class Fault(msgspec.Struct, array_like=True):
     @classmethod
     def of(cls, error: BaseException) -> Fault:
         """That of an error."""
+        if isinstance(error, OSError) and not isinstance(error, ThinwireError):
+            error = from_os_error(error, "cannot use", error.filename or "a file of this rank")
         if isinstance(error, ThinwireError):
             return cls(error.code, error.message, error.hint)
         return cls("", f"{type(error).__name__}: {error}", "")

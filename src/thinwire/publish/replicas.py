@@ -9,7 +9,7 @@ from thinwire.publish.units import Plan
 
 # At each publish one in so many replicated tensors is compared; right after opening all are.
 _TURN = 16
-_WHOLE_UNTIL = 2
+_WHOLE_UNTIL = 4
 
 
 def replicated(plan: Plan, rank: int, count: int) -> list[str]:
@@ -18,15 +18,16 @@ def replicated(plan: Plan, rank: int, count: int) -> list[str]:
     Args:
         plan: Who holds what.
         rank: This rank.
-        count: How many publishes there were, this one included; 0: when the publisher is opened.
+        count: How many captures there were, this one included; 0: when the publisher is opened.
     """
-    names = [
+    # Weights that begin as zeros are equal at first, whatever they are.
+    is_all = count <= _WHOLE_UNTIL
+    return [
         spread.name
-        for spread in plan.spreads
+        for number, spread in enumerate(plan.spreads)
+        if is_all or number % _TURN == count % _TURN
         if any(len(ranks) > 1 and rank in ranks for ranks in spread.holders)
     ]
-    # Weights that begin as zeros are equal at first, whatever they are.
-    return names if count <= _WHOLE_UNTIL else names[count % _TURN :: _TURN]
 
 
 def check_replicas(plan: Plan, digests: Sequence[Mapping[str, int]]) -> None:
@@ -41,11 +42,12 @@ def check_replicas(plan: Plan, digests: Sequence[Mapping[str, int]]) -> None:
     """
     for spread in plan.spreads:
         for ranks in spread.holders:
-            first = digests[ranks[0]].get(spread.name)
-            for rank in ranks[1:]:
-                if digests[rank].get(spread.name) != first:
+            found = {r: digests[r][spread.name] for r in ranks if spread.name in digests[r]}
+            first = min(found, default=0)
+            for rank, digest in found.items():
+                if digest != found[first]:
                     raise TensorMismatch(
-                        f"tensor {spread.name!r} is on ranks {ranks[0]} and {rank}, with other "
+                        f"tensor {spread.name!r} is on ranks {first} and {rank}, with other "
                         "weights on each",
                         hint="Ranks that hold different parts of a tensor must publish DTensors, "
                         "which say what part that is; replicas must be kept equal",

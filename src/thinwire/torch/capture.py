@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from thinwire.codec import _native
-from thinwire.codec.digest import xxh3_64
+from thinwire.codec.digest import combine, xxh3_64
 from thinwire.errors import InvalidArgument, TensorMismatch, ThinwireError
 from thinwire.publish.baseline import Baseline, Region
 from thinwire.publish.staging import Found, Staging
 from thinwire.torch import cuda
 from thinwire.torch.cuda import Device, StreamedCapture
 from thinwire.torch.device_diff import DeviceDiff, DeviceDiffMode
-from thinwire.torch.state import Source, dtype_name
+from thinwire.torch.state import Source, dtype_name, pieces_of
 from thinwire.torch.triton_diff import (
     WHOLE_ABOVE,
     Change,
@@ -333,7 +333,9 @@ class _Copied:
 def digests_of(sources: Sequence[Source], names: Collection[str]) -> dict[str, int]:
     """A digest of what is here of some tensors, as it is published."""
     return {
-        source.name: xxh3_64(_bits(source.tensor.to(source.dtype).contiguous().reshape(-1)))
+        source.name: combine(
+            xxh3_64(_bits(piece.to(source.dtype))) for piece in pieces_of(source.tensor)
+        )
         for source in sources
         if source.name in names and source.held is not None
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ def held_of(name: str, tensor: torch.Tensor) -> Held | None:
     runs = []
     for dim, size in enumerate(shape):
         indices = torch.arange(size)
-        for number in _order(placements, dim):
-            indices = _cut(name, placements[number], indices, mesh.size(number), coordinate[number])
+        for number in _order(name, placements, mesh, dim):
+            indices = _cut(indices, mesh.size(number), coordinate[number])
         runs.append(runs_of(indices.tolist()))
     for placement in placements:
         if not (placement.is_shard() or placement.is_replicate() or _is_strided(placement)):
@@ -66,10 +67,11 @@ def held_of(name: str, tensor: torch.Tensor) -> Held | None:
     return held
 
 
-def _order(placements: Any, dim: int) -> list[int]:
+def _order(name: str, placements: Any, mesh: Any, dim: int) -> list[int]:
     """The mesh dimensions that cut a tensor dimension, in the order in which they cut it.
 
-    A strided shard was cut after the ones to its right, whose pieces it must not disturb.
+    A strided shard was cut after the plain ones to its right, whose pieces it must not disturb:
+    its split factor says how many pieces these are. Other split factors are other shardings.
     """
     cutting = [
         number
@@ -78,6 +80,13 @@ def _order(placements: Any, dim: int) -> list[int]:
     ]
     plain = [number for number in cutting if not _is_strided(placements[number])]
     strided = [number for number in cutting if _is_strided(placements[number])]
+    for number in strided:
+        pieces = math.prod(mesh.size(other) for other in plain if other > number)
+        if placements[number].split_factor != pieces or len(strided) > 1:
+            raise InvalidArgument(
+                f"tensor {name!r} is sharded as {list(placements)}: not known to this release",
+                hint="Redistribute it, or pass a function that returns it otherwise sharded",
+            )
     return [*plain, *reversed(strided)]
 
 
@@ -85,7 +94,7 @@ def _is_strided(placement: Any) -> bool:
     return hasattr(placement, "split_factor")
 
 
-def _cut(name: str, placement: Any, indices: torch.Tensor, parts: int, number: int) -> torch.Tensor:
+def _cut(indices: torch.Tensor, parts: int, number: int) -> torch.Tensor:
     """One part of the indices of a dimension: as ``torch.chunk`` cuts, which is what Shard does."""
     pieces = torch.chunk(indices, parts)
     return pieces[number] if number < len(pieces) else indices[:0]

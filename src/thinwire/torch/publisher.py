@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -45,6 +46,8 @@ from thinwire.torch.ticket import Ticket
 _LOG = logging.getLogger("thinwire")
 # How long a thread may take to end once it was told to.
 _GIVE_UP_S = 5.0
+# How long a version is waited for where training failed.
+_FAILING_S = 10.0
 
 
 class TorchPublisher:
@@ -163,6 +166,7 @@ class TorchPublisher:
         self._ranks: Ranks = JobRanks(group, deadline_s) if _is_job(group) else Alone()
         self._rank_folder = self._folder / f"rank{self._ranks.rank}"
         self._count = 0
+        self._capture_count = 0
         self._thread: threading.Thread | None = None
         self._ticket: Ticket | None = None
         self._is_closed = False
@@ -234,7 +238,12 @@ class TorchPublisher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        # Training failed here, and other ranks wait to hear of it.
+        with suppress(ThinwireError):
+            self.close(min(_FAILING_S, self._deadline_s))
 
     @property
     def head(self) -> Version | None:
@@ -301,14 +310,21 @@ class TorchPublisher:
             return ticket
         self._finish_last()
         self._capture.settle(self._publisher.head)
+        draw = iter(() if tensors is None else tensors)
         try:
             self._publisher.check_usable()
             facts = facts_of(step, metadata)
             self._check_step(go.step, facts.step)
-            sources = self._state.sources() if tensors is None else self._state.drawn(tensors)
+            sources: Iterable[Source]
+            sources = self._state.sources() if tensors is None else self._state.drawn(draw)
+            self._capture_count += 1
             staging = self._captured(ticket, sources)
             replicas = self._replicas(sources)
         except BaseException as error:
+            # Where ranks gather the tensors together, all of them must be drawn here, too.
+            if isinstance(error, Exception):
+                with suppress(Exception):
+                    deque(draw, maxlen=0)
             # The other ranks are told so; the caller gets the error itself.
             if self._ranks.size > 1:
                 self._start(topic, go.line, Fault.of(error), Facts(None, {}), ticket)
@@ -317,6 +333,15 @@ class TorchPublisher:
         return ticket
 
     def _check_step(self, leader: int | None, own: int | None) -> None:
+        head = self._publisher.head
+        before = None if head is None else head.step
+        if before is not None and own is not None and own < before:
+            _LOG.warning(
+                "step %s follows step %s in one lineage: where the trainer was restarted from an "
+                "older checkpoint, new_lineage=True tells the followers",
+                own,
+                before,
+            )
         if leader != own:
             raise InvalidArgument(
                 f"rank {self._ranks.rank} publishes step {own}, rank 0 step {leader}",
@@ -426,7 +451,8 @@ class TorchPublisher:
         """Digests of tensors that other ranks hold, too."""
         if self._ranks.size == 1 or not isinstance(sources, list):
             return {}
-        return digests_of(sources, replicated(self._publisher.plan, self._ranks.rank, self._count))
+        plan, rank = self._publisher.plan, self._ranks.rank
+        return digests_of(sources, replicated(plan, rank, self._capture_count))
 
     def _captured(self, ticket: Ticket, sources: Iterable[Source]) -> Staging | None:
         if not self._publisher.has_base:

@@ -44,31 +44,33 @@ class _Caller:
         threading.Thread(target=self._run, name="thinwire-store", daemon=True).start()
 
     def call(self, call: Callable[[], T], timeout_s: float) -> T:
-        """The result of a call.
+        """The result of a call; one that did not begin in time is not made later on.
 
         Raises:
             Deadline: It did not return in time, or one before it has not yet.
         """
         future: Future[T] = Future()
-        self._calls.put((call, future))
-        try:
-            result = future.result(0.0 if self._is_stuck else timeout_s)
-        except FutureTimeout:
-            self._is_stuck = True
-            raise Deadline(
-                f"the job's key-value store did not answer within {timeout_s:g} s",
-                hint="The process that runs it, mostly rank 0's or the launcher, hangs",
-            ) from None
-        self._is_stuck = False
-        return result
+        if not self._is_stuck:
+            self._calls.put((call, future))
+            try:
+                return future.result(timeout_s)
+            except FutureTimeout:
+                self._is_stuck = not future.cancel()
+        raise Deadline(
+            f"the job's key-value store did not answer within {timeout_s:g} s",
+            hint="The process that runs it, mostly rank 0's or the launcher, hangs",
+        )
 
     def _run(self) -> None:
         while True:
             call, future = self._calls.get()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
+            self._is_stuck = False
 
 
 class JobRanks:

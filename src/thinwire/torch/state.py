@@ -19,6 +19,8 @@ State = Mapping[str, torch.Tensor]
 StateFn = Callable[[], State]
 Rename = Callable[[str], str | None]
 
+# Elements compared at a time.
+_PIECE = 1 << 22
 # torch's names of dtypes, as safetensors calls them.
 _NAMES = {
     "bfloat16": "BF16",
@@ -143,7 +145,7 @@ class ModelState:
     def drawn(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Source]:
         """Tensors that come one by one, each of which may be gone once the next is drawn.
 
-        Tied names must have been declared or found before; they are left out.
+        Tied names must have been declared or found before; they are left out unseen.
 
         Raises:
             InvalidArgument: What came is not a name and a tensor that can be published.
@@ -151,7 +153,7 @@ class ModelState:
         for name, tensor in tensors:
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
                 raise InvalidArgument("what came is not a name and a tensor")
-            published = self._published(name)
+            published = self._published(_plain(name))
             if published is None or not self._selection.wants(published):
                 continue
             if published not in self.tied:
@@ -272,6 +274,13 @@ def _memory_of(source: Source) -> tuple[object, ...]:
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
+def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Its elements in order, some at a time: what is done to them takes little memory."""
+    flat = tensor.reshape(-1)
+    for start in range(0, max(1, flat.numel()), _PIECE):
+        yield flat[start : start + _PIECE]
+
+
 def _check_tied(kept: Source | None, kept_name: str, alias: Source) -> None:
     if kept is None:
         raise InvalidArgument(
@@ -282,9 +291,9 @@ def _check_tied(kept: Source | None, kept_name: str, alias: Source) -> None:
         return
     is_equal = kept.held == alias.held and kept.dtype == alias.dtype
     if is_equal:
-        one, other = (t.to(kept.dtype).contiguous() for t in (kept.tensor, alias.tensor))
-        is_equal = torch.equal(
-            one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+        is_equal = all(
+            torch.equal(*(p.to(kept.dtype).view(torch.uint8) for p in pair))
+            for pair in zip(pieces_of(kept.tensor), pieces_of(alias.tensor), strict=True)
         )
     if not is_equal:
         raise TensorMismatch(

@@ -29,6 +29,7 @@ class Ticket:
         self._error: ThinwireError | None = None
         self._seconds: dict[str, float] = {}
         self._since_s = time.monotonic()
+        self._is_captured = False
         self._lock = threading.Lock()
         self._done = threading.Event()
 
@@ -71,7 +72,11 @@ class Ticket:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Wall seconds of each phase on this rank: "capture" is what publish() took."""
+        """Wall seconds of each phase on this rank.
+
+        "capture" is what publish() took, "wait" until all ranks began, then "encode", "upload" and
+        "commit".
+        """
         with self._lock:
             return dict(self._seconds)
 
@@ -101,7 +106,7 @@ class Ticket:
 
     def _note(self) -> None:
         names = {
-            "waiting": "capture",
+            "waiting": "wait" if self._is_captured else "capture",
             "encoding": "encode",
             "uploading": "upload",
             "committing": "commit",
@@ -115,6 +120,7 @@ class Ticket:
     def _captured(self) -> None:
         with self._lock:
             self._note()
+            self._is_captured = True
 
     def _end(
         self,
