@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -35,7 +35,7 @@ from thinwire.publish.messages import (
     exchanged,
     in_step,
 )
-from thinwire.publish.ranks import Ranks
+from thinwire.publish.ranks import Fault, PeerFailed, Ranks
 from thinwire.publish.spool import Kept, Spool
 from thinwire.publish.staging import Found, Staging
 from thinwire.publish.units import Plan, Unit
@@ -108,6 +108,7 @@ class Attempt:
         self._workers = workers
         self._received: dict[int, Staging] = {}  # by source
         self._tables: dict[str, bytes] = {}
+        self._failure: Exception | None = None
         self._changed: dict[int, tuple[Changes | None, int]] = {}
         self._coded: dict[int, Kept] = {}
         self._spool = Spool(folder)
@@ -120,9 +121,15 @@ class Attempt:
             ThinwireError: This one did; the others were told. The baseline is as it was.
         """
         with self._spool:
-            with in_step(self._ranks):
-                self._exchange_changes()
-                self._exchange_sections(self._fit())
+            try:
+                with in_step(self._ranks):
+                    self._exchange_changes()
+                    self._exchange_sections(self._fit())
+            except PeerFailed:
+                # Rank 0 told the others itself where fitting failed.
+                if self._failure is not None:
+                    raise self._failure from None
+                raise
             paths: dict[int, Path] = {}
             try:
                 for number, home in enumerate(self._plan.homes):
@@ -203,22 +210,31 @@ class Attempt:
         sent = exchanged(self._ranks, {0: self._sample()}, list[SentCounts])
         topic = f"{self._topic}/tables"
         if self._ranks.rank == 0:
-            totals: dict[str, np.ndarray] = {}
-            most_units = 0
-            for part in sent:
-                most_units = max(most_units, part.unit_count)
-                row = dtype_named(part.dtype)
-                total = totals.setdefault(part.dtype, self._no_counts(row))
-                total[part.source] += np.frombuffer(part.counts, "<u8").reshape(total[0].shape)
-            fitted = {
-                dtype: bytes(_native.fit(total, self._words_of(dtype)))
-                for dtype, total in totals.items()
-            }
-            fit = Fit(fitted, -(-most_units // _ROUND_UNITS))
+            try:
+                fit = self._fitted(sent)
+            except Exception as error:
+                self._failure = error
+                fit = Fit(fault=Fault.of(error))
             self._ranks.tell(topic, msgspec.msgpack.encode(fit))
         fit = msgspec.msgpack.decode(self._ranks.hear(topic), type=Fit)
+        if fit.fault is not None:
+            raise PeerFailed(fit.fault.message)
         self._tables = fit.tables
         return fit.round_count
+
+    def _fitted(self, sent: Iterable[SentCounts]) -> Fit:
+        totals: dict[str, np.ndarray] = {}
+        most_units = 0
+        for part in sent:
+            most_units = max(most_units, part.unit_count)
+            row = dtype_named(part.dtype)
+            total = totals.setdefault(part.dtype, self._no_counts(row))
+            total[part.source] += np.frombuffer(part.counts, "<u8").reshape(total[0].shape)
+        tables = {
+            dtype: bytes(_native.fit(total, self._words_of(dtype)))
+            for dtype, total in totals.items()
+        }
+        return Fit(tables, -(-most_units // _ROUND_UNITS))
 
     def _words_of(self, dtype: str) -> int:
         return sum(s.word_count for s in self._plan.spreads if s.dtype == dtype)

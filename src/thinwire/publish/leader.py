@@ -116,13 +116,14 @@ class Leader:
                 # Names of files are not made from digests: an earlier attempt's may be there.
                 self._committer.renew_session()
             place = self._committer.place()
-            if is_first and not place.is_first:
-                raise CommitConflict(
-                    f"{self._stream.url}: version {place.version - 1} was committed by an earlier "
-                    "attempt of this publisher, whose answer was lost",
-                    hint="Restart the trainer: the publisher takes its baseline from the stream",
-                )
-        except ThinwireError as error:
+        except Exception as error:
+            return None, Order(fault=Fault.of(error))
+        if is_first and not place.is_first:
+            error = CommitConflict(
+                f"{self._stream.url}: version {place.version - 1} was committed by an earlier "
+                "attempt of this publisher, whose answer was lost",
+                hint="Restart the trainer: the publisher takes its baseline from the stream",
+            )
             return None, Order(fault=Fault.of(error))
         session = self._committer.session
         return place, Order(place.lineage, place.version, session, place.is_first)

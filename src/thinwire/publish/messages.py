@@ -218,10 +218,12 @@ def exchanged(ranks: Ranks, outgoing: Mapping[int, list[T]], kind: type[list[T]]
 def in_step(ranks: Ranks) -> Iterator[None]:
     """Around all exchanges of an attempt: where something fails here, the others learn of it.
 
-    They are in their next exchange, or will be, and would wait for this rank.
+    They are in their next exchange, or will be, and would wait for this rank. An empty one ends
+    the attempt: so there is always a next one until then.
     """
     try:
         yield
+        ranks.exchange({})
     except (PeerFailed, LineBroken):
         raise
     except BaseException:

@@ -56,6 +56,8 @@ class _Caller:
                 return future.result(timeout_s)
             except FutureTimeout:
                 self._is_stuck = not future.cancel()
+                if self._is_stuck and future.done():
+                    self._is_stuck = False  # it returned just now
         raise Deadline(
             f"the job's key-value store did not answer within {timeout_s:g} s",
             hint="The process that runs it, mostly rank 0's or the launcher, hangs",
