@@ -119,12 +119,12 @@ class Leader:
         except Exception as error:
             return None, Order(fault=Fault.of(error))
         if is_first and not place.is_first:
-            error = CommitConflict(
+            conflict = CommitConflict(
                 f"{self._stream.url}: version {place.version - 1} was committed by an earlier "
                 "attempt of this publisher, whose answer was lost",
                 hint="Restart the trainer: the publisher takes its baseline from the stream",
             )
-            return None, Order(fault=Fault.of(error))
+            return None, Order(fault=Fault.of(conflict))
         session = self._committer.session
         return place, Order(place.lineage, place.version, session, place.is_first)
 
