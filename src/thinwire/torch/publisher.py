@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import shutil
@@ -14,6 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -44,6 +44,8 @@ from thinwire.torch.state import ModelState, Rename, Selection, Source, StateFn,
 from thinwire.torch.ticket import Ticket
 
 _LOG = logging.getLogger("thinwire")
+# Publishers that nobody closed yet.
+_OPEN: WeakSet[TorchPublisher] = WeakSet()
 # How long a thread may take to end once it was told to.
 _GIVE_UP_S = 5.0
 # How long a version is waited for where training failed.
@@ -227,7 +229,7 @@ class TorchPublisher:
             )
             stack.callback(self._capture.close)
             self._closing = stack.pop_all()
-        atexit.register(self._at_exit)
+        _OPEN.add(self)
 
     def __enter__(self) -> Self:
         return self
@@ -390,7 +392,7 @@ class TorchPublisher:
         if self._is_closed:
             return
         self._is_closed = True
-        atexit.unregister(self._at_exit)
+        _OPEN.discard(self)
         limit_s = self._deadline_s if timeout_s is None else timeout_s
         ticket = self._ticket
         if self._thread is not None:
@@ -516,3 +518,12 @@ def _pinned(size_bytes: int) -> Any:
     if size_bytes == 0:
         return in_memory(0)
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+def _close_open() -> None:
+    for publisher in list(_OPEN):
+        publisher._at_exit()
+
+
+# Not by atexit: that is after pools of threads refuse new work, which publishing needs.
+threading._register_atexit(_close_open)  # type: ignore[attr-defined]
