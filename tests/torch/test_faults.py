@@ -271,3 +271,38 @@ def test_conflicts_remove_only_what_is_ours(stand: Stand) -> None:
         second.publish(1).wait(60)
     assert stand.held() == rows_of(one)
     stand.check_whole()
+
+
+def test_a_reference_to_another_model(stand: Stand, tmp_path: Path) -> None:
+    """The stream must not begin with what the trainer cannot go on from."""
+    from safetensors.torch import save_file
+
+    model = Small()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    save_file(
+        {name: p.detach().clone() for name, p in model.named_parameters()},
+        copy / "model.safetensors",
+    )
+    with pytest.raises(TensorMismatch, match="published as BF16"):
+        stand.publisher(model, reference=str(copy))
+    publisher = stand.publisher(model, reference=str(copy), dtype=None)
+    assert publisher.head is not None
+    assert publisher.head.kind == "reference"
+    nudge(model, 1)
+    assert done(publisher.publish(1)).version == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": torch.int8}, {"dtype": "bfloat16"}, {"dtypes": {"*": torch.int32}}]
+)
+def test_dtypes_that_lose_what_weights_are(stand: Stand, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        stand.publisher(Small(), **options)
+
+
+def test_when_busy_is_one_of_two(stand: Stand) -> None:
+    publisher = stand.publisher(Small())
+    with pytest.raises(InvalidArgument, match="when_busy"):
+        publisher.publish(0, when_busy="never")  # type: ignore[arg-type]
+    done(publisher.publish(0))

@@ -40,6 +40,25 @@ class Changes(NamedTuple):
     words: np.ndarray
 
 
+def check_same(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise unless a checkpoint has every tensor that is published.
+
+    Raises:
+        TensorMismatch: It lacks a tensor, or has it in another dtype or shape.
+    """
+    for spread in plan.spreads:
+        found = checkpoint.tensors.get(spread.name)
+        if found is None:
+            raise _mismatch(spread.name, "is not in the stream")
+        facts = (found.dtype, tuple(found.shape))
+        if facts != (spread.dtype, spread.shape):
+            raise _mismatch(
+                spread.name,
+                f"is published as {spread.dtype} {list(spread.shape)}, the stream has "
+                f"{found.dtype} {list(found.shape)}",
+            )
+
+
 def in_memory(size_bytes: int) -> np.ndarray:
     """Ordinary memory."""
     return np.empty(size_bytes, np.uint8)
@@ -124,18 +143,10 @@ class Baseline:
         Raises:
             TensorMismatch: It lacks a tensor, or has it in another dtype or shape.
         """
+        check_same(self.plan, checkpoint)
         for place, unit in self.units.items():
             spread = self.plan.spreads[unit.tensor]
-            found = checkpoint.tensors.get(spread.name)
-            if found is None:
-                raise _mismatch(spread.name, "is not in the stream")
-            facts = (found.dtype, tuple(found.shape))
-            if facts != (spread.dtype, spread.shape):
-                raise _mismatch(
-                    spread.name,
-                    f"is published as {spread.dtype} {list(spread.shape)}, the stream has "
-                    f"{found.dtype} {list(found.shape)}",
-                )
+            found = checkpoint.tensors[spread.name]
             data = found.data[unit.start * spread.word_bytes : unit.stop * spread.word_bytes]
             if place in self._whole:
                 self._whole[place][:] = data

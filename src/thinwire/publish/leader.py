@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -87,8 +87,6 @@ class Leader:
                 "version yet",
                 hint="Publish with new_lineage=True to make its first version",
             )
-        if self._committer.head is None and end is None and settings.reference:
-            self._publish_reference()
         self.background = Background(
             stream,
             settings.work_dir or folder / "work",
@@ -102,8 +100,17 @@ class Leader:
         self._is_closing = True
         self.background.close()
 
-    def start(self) -> Start:
-        """Where the publisher begins; without a link: with a first version."""
+    def start(self, check: Callable[[Checkpoint], object]) -> Start:
+        """Where the publisher begins; without a link: with a first version.
+
+        A stream that shall begin by reference does so now.
+
+        Args:
+            check: Raises unless the copy that is referred to is of the trainer's model.
+        """
+        is_empty = self._committer.head is None and self._committer.end is None
+        if is_empty and self._settings.reference:
+            self._publish_reference(check)
         head = self._committer.head
         if self._settings.new_lineage or head is None:
             return Start()
@@ -173,10 +180,11 @@ class Leader:
             )
         )
 
-    def _publish_reference(self) -> None:
+    def _publish_reference(self, check: Callable[[Checkpoint], object]) -> None:
         source = source_of(self._settings.reference)
         path = local_copy(source, self._settings.copy_folder())
         checkpoint = Checkpoint.open(path, ignore_subfolders=True)
+        check(checkpoint)
         sink = CheckpointSink(self._folder / "reference")
         maker = VersionMaker(
             self._stream,

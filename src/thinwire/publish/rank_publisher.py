@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
@@ -28,7 +28,7 @@ from thinwire.publish.attempt import (
     shard_key,
     upload,
 )
-from thinwire.publish.baseline import Allocate, Baseline, in_memory
+from thinwire.publish.baseline import Allocate, Baseline, check_same, in_memory
 from thinwire.publish.committing import Place
 from thinwire.publish.first import FirstVersion, weights_files
 from thinwire.publish.leader import Leader
@@ -108,10 +108,11 @@ class RankPublisher:
         self.has_base = False
         self.head: Manifest | None = None
         try:
-            start = self._begin(Observers(observer))
+            self._open(Observers(observer))
             hosts, self.plan = meet(ranks, stream, holdings)
             if self._leader is not None:
                 self._leader.plan = self.plan
+            start = self._begin()
             self.baseline = self._agreed(lambda: Baseline(self.plan, ranks.rank, allocate))
             if start.link is not None:
                 self._resume(start.lineage, start.link, hosts)
@@ -212,18 +213,29 @@ class RankPublisher:
         self.head = verdict.manifest
         return verdict.manifest
 
-    def _begin(self, observers: Observers) -> Start:
-        """Rank 0 opens the stream for publishing and says where it is."""
+    def _open(self, observers: Observers) -> None:
+        """Rank 0 opens the stream for publishing."""
+
+        def lead() -> Start:
+            self._leader = Leader(self.stream, self.ranks, self._folder, self._settings, observers)
+            return Start()
+
+        self._told("opened", lead)
+
+    def _begin(self) -> Start:
+        """Rank 0 says where the stream is."""
+        return self._told("start", lambda: cast(Leader, self._leader).start(self._check_copy))
+
+    def _told(self, topic: str, make: Callable[[], Start]) -> Start:
+        """What rank 0 makes, or meets, told to all."""
         if self.ranks.rank == 0:
             try:
-                self._leader = Leader(
-                    self.stream, self.ranks, self._folder, self._settings, observers
-                )
+                start = make()
             except BaseException as error:
-                self.ranks.tell("start", msgspec.msgpack.encode(Start(fault=Fault.of(error))))
+                self.ranks.tell(topic, msgspec.msgpack.encode(Start(fault=Fault.of(error))))
                 raise
-            self.ranks.tell("start", msgspec.msgpack.encode(self._leader.start()))
-        start = msgspec.msgpack.decode(self.ranks.hear("start"), type=Start)
+            self.ranks.tell(topic, msgspec.msgpack.encode(start))
+        start = msgspec.msgpack.decode(self.ranks.hear(topic), type=Start)
         if start.fault is not None:
             raise start.fault.error(0)
         return start
@@ -278,6 +290,24 @@ class RankPublisher:
     def _fill(self, path: str) -> None:
         """Take the baseline from a copy of the head."""
         checkpoint = Checkpoint.open(path, ignore_subfolders=True)
+        kept = self._check_copy(checkpoint)
+        self.baseline.fill(checkpoint)
+        self.baseline.digest_owned()
+        if self._leader is not None:
+            tensors = [(name, checkpoint.tensors[name]) for name in kept]
+            same = [
+                SameTensor(name, t.dtype, tuple(t.shape), tensor_digest(t.dtype, t.data))
+                for name, t in tensors
+            ]
+            self._leader.carried = Carried(same, kept_attachments(checkpoint))
+
+    def _check_copy(self, checkpoint: Checkpoint) -> list[str]:
+        """Raise unless a checkpoint is of the trainer's model; returns what the trainer lacks.
+
+        Raises:
+            TensorMismatch: It is not.
+        """
+        check_same(self.plan, checkpoint)
         published = {spread.name for spread in self.plan.spreads}
         kept = [name for name in checkpoint.tensors if name not in published]
         for name in kept:
@@ -288,15 +318,7 @@ class RankPublisher:
                     "it stays as it is. Names are mapped with rename=",
                     tensor=name,
                 )
-        self.baseline.fill(checkpoint)
-        self.baseline.digest_owned()
-        if self._leader is not None:
-            tensors = [(name, checkpoint.tensors[name]) for name in kept]
-            same = [
-                SameTensor(name, t.dtype, tuple(t.shape), tensor_digest(t.dtype, t.data))
-                for name, t in tensors
-            ]
-            self._leader.carried = Carried(same, kept_attachments(checkpoint))
+        return kept
 
     def _publish(
         self,

@@ -59,6 +59,11 @@ def open_store(url: str, *, single_writer: bool = False, retry_s: float = 60.0) 
 
 def _bare_store(url: str, retry_s: float) -> Store:
     if "://" not in url:
+        scheme, colon, _ = url.partition(":/")
+        if colon and scheme.lower() in _OPENERS:
+            raise InvalidArgument(
+                f"{scheme}:/ is no URL and hardly a folder", hint=f"Write {scheme}://..."
+            )
         return _at_path(url)
     scheme = url.partition("://")[0].lower()
     opener = _OPENERS.get(scheme)

@@ -40,7 +40,15 @@ from thinwire.torch.capture import Capture, digests_of
 from thinwire.torch.device_diff import DeviceDiffMode
 from thinwire.torch.files import Files, check_weights_name, small_files
 from thinwire.torch.ranks import JobRanks
-from thinwire.torch.state import ModelState, Rename, Selection, Source, StateFn, holdings_of
+from thinwire.torch.state import (
+    ModelState,
+    Rename,
+    Selection,
+    Source,
+    StateFn,
+    check_dtypes,
+    holdings_of,
+)
 from thinwire.torch.ticket import Ticket
 
 _LOG = logging.getLogger("thinwire")
@@ -159,6 +167,7 @@ class TorchPublisher:
         selection = Selection(
             dtype, dict(dtypes or {}), include, exclude, buffers, rename, dict(tied or {})
         )
+        check_dtypes(selection)
         self._state = ModelState(model, selection)
         self._dtype = "" if dtype is None else str(dtype).removeprefix("torch.")
         self._when_busy = when_busy
@@ -169,6 +178,7 @@ class TorchPublisher:
         self._rank_folder = self._folder / f"rank{self._ranks.rank}"
         self._count = 0
         self._capture_count = 0
+        self._is_skipped = False
         self._thread: threading.Thread | None = None
         self._ticket: Ticket | None = None
         self._is_closed = False
@@ -298,18 +308,22 @@ class TorchPublisher:
         """
         if self._is_closed:
             raise InvalidArgument("this publisher was closed", hint="Open another one")
+        busy = when_busy or self._when_busy
+        if busy not in ("latest", "block"):
+            raise InvalidArgument(f"when_busy is {busy!r}", hint='It is "latest" or "block"')
         # Counted on every rank, whatever goes wrong: ranks must not mix up two calls.
         self._count += 1
         ticket = Ticket(step)
         topic = f"{self._count}"
-        busy = when_busy or self._when_busy
         must_mend = self._publisher.must_mend
         go = self._agreement.go(topic, step, self._ticket, busy, must_mend)
         if go.fault is not None:
             raise go.fault.error()
         if go.is_skipped:
             ticket._end("skipped")
+            self._is_skipped = True
             return ticket
+        self._is_skipped = False
         self._finish_last()
         self._capture.settle(self._publisher.head)
         draw = iter(() if tensors is None else tensors)
@@ -398,14 +412,17 @@ class TorchPublisher:
         if self._thread is not None:
             self._thread.join(limit_s)
         is_given_up = ticket is not None and not ticket.is_done
+        state = "" if ticket is None else ticket.state
         self._closing.close()
         if self._thread is not None and is_given_up:
             self._thread.join(_GIVE_UP_S)
         if ticket is not None and is_given_up:
             raise Deadline(
-                f"step {ticket.step} is given up: it was {ticket.state} after {limit_s:g} s",
+                f"step {ticket.step} is given up: it was {state} after {limit_s:g} s",
                 hint="A publisher that is opened again goes on from the head of the stream",
             )
+        if self._is_skipped:
+            _LOG.warning('the last publish was skipped: publish(..., when_busy="block") is not')
         if ticket is not None and ticket.error is not None:
             _LOG.warning("the last publish failed: %s", ticket.error)
 

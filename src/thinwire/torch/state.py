@@ -70,6 +70,17 @@ class Selection(NamedTuple):
         return tensor.dtype if tensor.element_size() == 1 else self.dtype
 
 
+def check_dtypes(selection: Selection) -> None:
+    """Raise InvalidArgument unless dtypes are torch's."""
+    for dtype in (selection.dtype, *selection.dtypes.values()):
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            if dtype == "auto" and dtype is selection.dtype:
+                continue
+            raise InvalidArgument(
+                f"{dtype!r} is no dtype", hint='Give torch.bfloat16 and the like, None, or "auto"'
+            )
+
+
 class Source(NamedTuple):
     """A tensor as it is published.
 
@@ -183,10 +194,11 @@ class ModelState:
     def _source(self, name: str, tensor: torch.Tensor, is_buffer: bool) -> Source:
         dtype = self._selection.dtype_of(name, tensor, is_buffer)
         dtype_name(dtype, name)
-        if tensor.is_complex() != dtype.is_complex:
+        is_other = tensor.is_floating_point() != dtype.is_floating_point
+        if is_other or tensor.is_complex() != dtype.is_complex:
             raise InvalidArgument(
                 f"tensor {name!r} is {tensor.dtype} and cannot be published as {dtype}",
-                hint="Publish complex tensors as they are (dtypes=)",
+                hint="Whole numbers, floats and complex ones stay what they are (dtype=, dtypes=)",
             )
         if tensor.layout != torch.strided:
             raise InvalidArgument(
