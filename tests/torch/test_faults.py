@@ -144,8 +144,9 @@ def test_two_publishers_with_one_folder(stand: Stand, tmp_path: Path) -> None:
 
 
 def test_a_first_version_that_was_killed(stand: Stand, tmp_path: Path) -> None:
-    left = tmp_path / "scratch" / "rank0"
-    (left / "first").mkdir(parents=True)
+    stand.publisher(Small(), folder=tmp_path / "scratch").close()
+    (left,) = (tmp_path / "scratch").glob("*/rank0")
+    (left / "first").mkdir()
     (left / "first" / "model.safetensors").write_bytes(b"half")
     (left / "0123.tw").write_bytes(b"half")
     model = Small()

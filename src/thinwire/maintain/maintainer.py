@@ -171,6 +171,9 @@ class Maintainer:
         dropped, removed = 0, Removed(0, 0)
         promised = oldest_kept(policy, ages, (), head.version)
         if inventory.is_over or inventory.steps_from > max(head.first, promised):
+            if self._has_moved(head):
+                # Another maintainer went on from a newer head meanwhile, which promises less.
+                return Work(merge_count, anchor_count, 0, removed, self._failed_count)
             self._note_failure(
                 Corrupt(
                     f"{self.stream.url}: the catalog has dropped versions that the policy promises;"
@@ -181,6 +184,12 @@ class Maintainer:
         else:
             dropped, removed = self._tidy(inventory, head, oldest, now_s)
         return Work(merge_count, anchor_count, dropped, removed, self._failed_count)
+
+    def _has_moved(self, head: Manifest) -> bool:
+        """Whether the head is another one by now."""
+        self.stream.forget()
+        now = self.stream.tip().head
+        return now is None or (now.lineage, now.version) != (head.lineage, head.version)
 
     def _give_way(self) -> None:
         """Between pieces of work: keep the lease, and let the caller have its way."""

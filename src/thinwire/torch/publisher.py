@@ -33,6 +33,7 @@ from thinwire.publish.ranks import Alone, Fault, Ranks
 from thinwire.publish.replicas import check_replicas, replicated
 from thinwire.publish.settings import Settings
 from thinwire.publish.staging import Staging
+from thinwire.stream.blocks import digest_of
 from thinwire.stream.events import Observer, Refused
 from thinwire.stream.version import Version
 from thinwire.torch.agreement import Agreement, WhenBusy
@@ -175,7 +176,6 @@ class TorchPublisher:
         self._memory_limit_bytes = memory_limit_bytes
         self._folder = Path(tempfile.mkdtemp(prefix="thinwire-") if folder is None else folder)
         self._ranks: Ranks = JobRanks(group, deadline_s) if _is_job(group) else Alone()
-        self._rank_folder = self._folder / f"rank{self._ranks.rank}"
         self._count = 0
         self._capture_count = 0
         self._is_skipped = False
@@ -187,10 +187,14 @@ class TorchPublisher:
             if folder is None:
                 stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             stack.callback(self._ranks.close)
-            stack.enter_context(self._agreement.on_all(self._locked))
             sources, opened, small = self._agreement.on_all(
                 lambda: self._prepared(model, stream, files)
             )
+            # Of each stream its own: an adapter's may use the folder of the model's.
+            self._rank_folder = (
+                self._folder / digest_of(opened.url.encode())[:16] / f"rank{self._ranks.rank}"
+            )
+            stack.enter_context(self._agreement.on_all(self._locked))
             settings = Settings(
                 new_lineage=new_lineage,
                 reference=reference or "",
