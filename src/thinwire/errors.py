@@ -20,14 +20,17 @@
     |  |- AccessDenied (PermissionError)
     |  |- Unavailable                    no space, no answer, or the device failed
     |  `- UnsafeStore                    the store does not honour put-if-absent
-    `- StreamError                       the stream does not allow what was asked
-       |- CommitConflict                 another publisher committed this version
-       |- Fenced                         this publisher was superseded
-       |- VersionGap                     a version, or a link to the one before, is missing
-       |- HistoryPruned                  what is needed to get there was pruned
-       |- LineageChanged                 the stream went on in a new lineage, or back
-       |- Deadline (TimeoutError)        it did not happen in time
-       `- SignatureInvalid               unsigned, or not by a pinned key
+    |- StreamError                       the stream does not allow what was asked
+    |  |- CommitConflict                 another publisher committed this version
+    |  |- Fenced                         this publisher was superseded
+    |  |- VersionGap                     a version, or a link to the one before, is missing
+    |  |- HistoryPruned                  what is needed to get there was pruned
+    |  |- LineageChanged                 the stream went on in a new lineage, or back
+    |  |- Deadline (TimeoutError)        it did not happen in time
+    |  `- SignatureInvalid               unsigned, or not by a pinned key
+    `- EngineError                       an inference engine did not do what was asked
+       |- EngineUnreachable              it does not answer
+       `- EngineNotReady                 what it holds is not known: it must not serve
 
 A message says what and where; ``hint`` says what to do next; ``context`` holds the same facts for
 programs. ``retryable`` is true where the same call may succeed later without a change.
@@ -226,6 +229,26 @@ class SignatureInvalid(StreamError):
     """A manifest is unsigned, or not signed by a pinned key."""
 
     code = "signature-invalid"
+
+
+class EngineError(ThinwireError):
+    """An inference engine refused or failed; the message says what it serves now."""
+
+    code = "engine"
+    exit_code = 7
+
+
+class EngineUnreachable(EngineError):
+    """The engine does not answer; what it serves, if it runs, is as it was."""
+
+    code = "engine-unreachable"
+    retryable = True
+
+
+class EngineNotReady(EngineError):
+    """What the engine holds is not known to be one version: it is paused and must not serve."""
+
+    code = "engine-not-ready"
 
 
 # What space or another device would mend: the same call may succeed later.

@@ -20,7 +20,7 @@ from thinwire.checkpoint.installation import Installation
 from thinwire.checkpoint.lock import locked
 from thinwire.checkpoint.partial_plan import is_partial_result, plan_partial
 from thinwire.checkpoint.staging import Recovery, settle, staging_folder
-from thinwire.checkpoint.update import WHOLE, Scope, staged_update, update_in_place
+from thinwire.checkpoint.update import WHOLE, OnChange, Scope, staged_update, update_in_place
 from thinwire.codec.delta_set import OpenDelta
 from thinwire.errors import BaseUnusable, InvalidArgument
 
@@ -79,7 +79,8 @@ class MarkedFolder:
         partial: bool = False,
         workers: int = 1,
         on_bytes: Callable[[int], None] | None = None,
-    ) -> None:
+        on_change: OnChange = None,
+    ) -> frozenset[str] | None:
         """Turn the folder into what ``delta`` makes of it, and its mark into ``mark``, as one step.
 
         Where the folder already is the result, or the delta changes nothing, only the mark
@@ -93,6 +94,10 @@ class MarkedFolder:
                 in weights files of its own making.
             workers: Threads, where weights files are rebuilt.
             on_bytes: Called with the raw bytes of each piece of work done.
+            on_change: Called with the changed words, chunk by chunk, before they are written.
+
+        Returns:
+            The tensors that may have changed without ``on_change`` being told; None: any of them.
 
         Raises:
             TensorMismatch: The folder's tensors are not those of the delta; in a partial folder
@@ -102,8 +107,14 @@ class MarkedFolder:
         _check_mark(mark)
         scope = _PARTIAL if partial else WHOLE
         with self._settled():
-            update_in_place(
-                self.path, delta, scope=scope, mark=mark, workers=workers, on_bytes=on_bytes
+            return update_in_place(
+                self.path,
+                delta,
+                scope=scope,
+                mark=mark,
+                workers=workers,
+                on_bytes=on_bytes,
+                on_change=on_change,
             )
 
     @contextmanager

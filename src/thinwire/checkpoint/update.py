@@ -15,6 +15,7 @@ from thinwire.checkpoint.folder import Checkpoint
 from thinwire.checkpoint.plan import Plan, PlannedFile, PlannedWeights, is_result, plan_result
 from thinwire.checkpoint.redo_log import Block, FileSize, RedoHead, RedoWriter, staged_path
 from thinwire.checkpoint.staging import keep_mode, seal, settle, staging_folder
+from thinwire.codec.delta import ChunkChanges
 from thinwire.codec.delta_set import OpenDelta
 from thinwire.codec.dtypes import dtype_named
 from thinwire.errors import ApplyError, Corrupt, InvalidArgument
@@ -28,6 +29,7 @@ class Scope(NamedTuple):
 
 
 WHOLE = Scope(plan_result, is_result)
+OnChange = Callable[[ChunkChanges], None] | None
 
 
 class _Update(NamedTuple):
@@ -52,10 +54,15 @@ def update_in_place(
     mark: bytes | None = None,
     workers: int,
     on_bytes: Callable[[int], None] | None,
-) -> None:
+    on_change: OnChange = None,
+) -> frozenset[str] | None:
     """Turn the locked checkpoint at ``path`` into what ``delta`` makes of it, or leave it so.
 
-    With ``mark``, the folder has that mark afterwards: it switches with the bytes.
+    With ``mark``, the folder has that mark afterwards: it switches with the bytes. Before that,
+    ``on_change`` is told of the changed words.
+
+    Returns:
+        The tensors that may have changed without ``on_change`` being told; None: any of them.
 
     Raises:
         ApplyError, InvalidArgument, FormatError, StoreError: As ``apply_in_place``.
@@ -64,18 +71,21 @@ def update_in_place(
     base = Checkpoint.open(path, ignore_subfolders=True)
     # Not what the log said of itself: whether this is the result shows in the files.
     is_done = finished and scope.is_result(base, delta)
+    untold: frozenset[str] | None = None
     if not is_done:
         try:
-            is_sealed = _prepare(base, delta, scope, mark, workers, on_bytes)
+            update = _prepare(base, delta, scope, mark, workers, on_bytes, on_change)
         except ApplyError:
             is_done = scope.is_result(base, delta)
             if not is_done:
                 raise
         else:
-            if is_sealed:
+            untold = frozenset(name for file in update.rebuilt for name in file.header.spans)
+            if not update.is_empty:
                 settle(path)
     if is_done and mark is not None:
         switch_mark(path, mark)
+    return untold
 
 
 @contextmanager
@@ -126,16 +136,16 @@ def _prepare(
     mark: bytes | None,
     workers: int,
     on_bytes: Callable[[int], None] | None,
-) -> bool:
-    """Verify and stage the update, then commit to it. False: nothing changes."""
+    on_change: OnChange,
+) -> _Update:
+    """Verify and stage the update, then commit to it, unless nothing changes."""
     update = _plan_update(base, delta, scope.plan(base, delta), mark)
     _check_writable(base, update)
     with staging_folder(base.path) as staging:
-        _stage(base, delta, update, staging, workers, on_bytes)
-        if update.is_empty:
-            return False
-        seal(base.path, staging)
-    return True
+        _stage(base, delta, update, staging, workers, on_bytes, on_change)
+        if not update.is_empty:
+            seal(base.path, staging)
+    return update
 
 
 def _plan_update(base: Checkpoint, delta: OpenDelta, plan: Plan, mark: bytes | None) -> _Update:
@@ -190,6 +200,7 @@ def _stage(
     staging: Path,
     workers: int,
     on_bytes: Callable[[int], None] | None,
+    on_change: OnChange = None,
 ) -> None:
     """Write everything that the update needs into ``staging`` and make it durable."""
     replaced = [FileSize(file.name, file.header.file_bytes) for file in update.rebuilt]
@@ -201,7 +212,7 @@ def _stage(
     with RedoWriter(staging, RedoHead(delta.identity, patched, replaced, update.removed)) as log:
         if update.rebuilt:
             build_weights(base, delta, update.rebuilt, paths, workers=workers, on_bytes=on_bytes)
-        _log_changes(base, delta, update, log, on_bytes)
+        _log_changes(base, delta, update, log, on_bytes, on_change)
         for file in update.files:
             write_small_file(base, delta, file, paths[file.name])
         if update.mark is not None:
@@ -218,6 +229,7 @@ def _log_changes(
     update: _Update,
     log: RedoWriter,
     on_bytes: Callable[[int], None] | None,
+    on_change: OnChange,
 ) -> None:
     """Log every changed word of the files that are not rebuilt.
 
@@ -242,3 +254,5 @@ def _log_changes(
         word_bytes = dtype_named(span.dtype).word_bytes
         offset = span.start + change.first_word * word_bytes
         log.add(Block(number, offset, word_bytes, change.positions, change.words))
+        if on_change is not None:
+            on_change(change)

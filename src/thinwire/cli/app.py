@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from thinwire import __version__
 from thinwire.cli.apply import apply
+from thinwire.cli.attach import attach
 from thinwire.cli.bench import bench
 from thinwire.cli.cat import cat
 from thinwire.cli.diff import diff
@@ -52,7 +53,7 @@ app = typer.Typer(
     "streams of them: published, followed, looked after.",
     epilog="Exit codes: 2 wrong arguments, 3 malformed files, 4 the delta does not fit the base, "
     "5 files or objects cannot be read or written, 6 the stream does not allow it or is not whole, "
-    "130 interrupted.",
+    "7 an engine did not do what was asked, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     # An exception that is not ours is a bug, and its plain traceback is what a report needs.
@@ -80,6 +81,8 @@ for command in (diff, apply, inspect, verify, bench):
     app.command()(command)
 for stream_command in (publish, follow, log, cat, maintain, policy, fsck, keygen):
     app.command(rich_help_panel="Streams")(stream_command)
+for engine_command in (attach,):
+    app.command(rich_help_panel="Engines")(engine_command)
 
 
 def main() -> None:

@@ -261,7 +261,7 @@ class Follower:
         if held is not None and held.version >= version:
             return held
         for found in self._updates(poll_s, deadline_s):
-            if found.version >= version:
+            if found is not None and found.version >= version:
                 return found
         held = self.version()
         raise Deadline(
@@ -281,7 +281,17 @@ class Follower:
             poll_s: The shortest time between two looks. Once the usual time between versions is
                 known, looks are fewer.
         """
-        yield from self._updates(poll_s, float("inf"))
+        for found in self._updates(poll_s, float("inf")):
+            assert found is not None
+            yield found
+
+    def watch(self, *, poll_s: float = 1.0, idle_s: float = 1.0) -> Iterator[Version | None]:
+        """As :meth:`follow`, and yield None every ``idle_s`` while there is nothing new.
+
+        For callers who look after something else as well. It makes no more looks than
+        :meth:`follow`.
+        """
+        yield from self._updates(poll_s, float("inf"), idle_s)
 
     def wake(self) -> None:
         """Make :meth:`follow` look now. From any thread, or a signal handler."""
@@ -338,7 +348,9 @@ class Follower:
             mark = None
         return self._traveller.go(mark, wanted, on_bytes, last)
 
-    def _updates(self, poll_s: float, deadline_s: float) -> Iterator[Version]:
+    def _updates(
+        self, poll_s: float, deadline_s: float, idle_s: float | None = None
+    ) -> Iterator[Version | None]:
         at: Version | None = None
         cadence = Cadence()
         look_count = 0
@@ -353,16 +365,25 @@ class Follower:
                 at = found
                 yield found
             else:
-                left_s = max(0.0, deadline_s - now_s)
-                self._sleep(min(cadence.wait_s(now_s, poll_s, random.random()), left_s))
+                wait_s = cadence.wait_s(now_s, poll_s, random.random())
+                end_s = min(now_s + wait_s, deadline_s)
+                while (left_s := end_s - time.monotonic()) > 0 and not self._is_stopped:
+                    if self._sleep(left_s if idle_s is None else min(left_s, idle_s)):
+                        break
+                    if idle_s is not None:
+                        yield None
             if time.monotonic() >= deadline_s:
                 return
 
-    def _sleep(self, wait_s: float) -> None:
+    def _sleep(self, wait_s: float) -> bool:
+        """Sleep; returns whether someone woke us."""
+        is_woken = False
         with suppress(Empty):
             self._wakes.get(timeout=wait_s)
+            is_woken = True
             while True:
                 self._wakes.get_nowait()
+        return is_woken
 
     def _look(self) -> Version | None:
         """Catch up; None where nothing is there yet, or the store failed and may mend."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from thinwire.stream.events import Event, Fetched, Refused
+from thinwire.stream.events import EngineFailed, Event, Fetched, Refused
 
 
 class LogObserver:
@@ -24,7 +24,7 @@ class LogObserver:
 
             logger = structlog.get_logger("thinwire")
         self._logger = logger
-        self._refusal: Refused | None = None
+        self._refusal: Event | None = None
 
     def on_event(self, event: Event) -> None:
         """Log it."""
@@ -41,6 +41,8 @@ class LogObserver:
     def _level(self, event: Event) -> str:
         if isinstance(event, Fetched):
             return "debug"
+        if isinstance(event, EngineFailed):
+            return "warning"
         if not isinstance(event, Refused):
             self._refusal = None
             return "info"

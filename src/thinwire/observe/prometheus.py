@@ -8,14 +8,23 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from thinwire.errors import InvalidArgument
-from thinwire.stream.events import Applied, Event, Fetched, Maintained, Published, Refused
+from thinwire.stream.events import (
+    Applied,
+    EngineFailed,
+    EngineUpdated,
+    Event,
+    Fetched,
+    Maintained,
+    Published,
+    Refused,
+)
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 LOOPBACK = "127.0.0.1"
-# From a delta of a small model to an anchor of a huge one.
-_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+# From a pause, or a delta of a small model, to an anchor of a huge one.
+_SECONDS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class PrometheusObserver:
@@ -67,6 +76,14 @@ class PrometheusObserver:
         elif isinstance(event, Maintained):
             self._maintained_objects.labels(event.url, event.kind).inc(event.object_count)
             self._maintained_bytes.labels(event.url, event.kind).inc(event.payload_bytes)
+        elif isinstance(event, EngineUpdated):
+            self._engine_updates.labels(event.url, event.engine, event.way, event.cache).inc()
+            self._engine_pause_seconds.labels(event.url).observe(event.pause_s)
+            self._engine_version.labels(event.url).set(event.version)
+            self._engine_ready.labels(event.url).set(1)
+        elif isinstance(event, EngineFailed):
+            self._engine_failures.labels(event.url, event.engine, event.code).inc()
+            self._engine_ready.labels(event.url).set(int(event.is_ready))
 
     def _register(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
@@ -100,6 +117,15 @@ class PrometheusObserver:
         self._maintained_bytes = counter(
             "maintained_bytes", "Bytes that maintenance made or removed.", "kind"
         )
+        self._engine_updates = counter(
+            "engine_updates", "Versions that an engine was brought to.", "engine", "way", "cache"
+        )
+        self._engine_failures = counter(
+            "engine_failures", "Updates that an engine did not take, by code.", "engine", "code"
+        )
+        self._engine_pause_seconds = histogram("engine_pause_seconds", "Requests were held back.")
+        self._engine_version = gauge("engine_version", "The version that an engine serves.")
+        self._engine_ready = gauge("engine_ready", "1: it serves one whole version; 0: not known.")
         self._version = gauge("version", "The version published or held here.")
         self._age_seconds = gauge("version_age_seconds", "Since that version was published.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,6 +65,38 @@ class Maintained(Event):
     kind: str
     object_count: int
     payload_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineUpdated(Event):
+    """An engine serves a version.
+
+    ``phases`` has the seconds of each step in order, ``pause_s`` is from the pause to the
+    resumption, ``way`` is "changes" or "attach", ``cache`` the cache policy carried out;
+    ``is_proved``: whether what it holds was compared with the version, None where it shows nothing.
+    """
+
+    engine: str
+    label: str
+    way: str
+    changed_count: int
+    phases: Mapping[str, float]
+    pause_s: float
+    cache: str
+    is_proved: bool | None
+    age_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFailed(Event):
+    """An engine did not get to a version; it serves ``served``, or nothing that is known."""
+
+    engine: str
+    code: str
+    reason: str
+    is_ready: bool
+    served: int | None
+    retry_s: float
 
 
 class Observer(Protocol):

@@ -1,0 +1,250 @@
+"""``thinwire attach``: an inference engine, kept at the newest version of a stream."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.cli.failures import reported
+from thinwire.cli.logs import LogLevel, observing
+from thinwire.cli.options import (
+    JsonLines,
+    LogOption,
+    MetricsPort,
+    ModelCopy,
+    Trust,
+    parse_size,
+)
+from thinwire.cli.output import print_json_line
+from thinwire.cli.signals import stopped_by_signals
+from thinwire.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from thinwire.engines.driver import Served
+    from thinwire.engines.engine import Engine
+
+API_KEY_VARIABLE = "THINWIRE_ENGINE_KEY"
+
+
+class EngineKind(StrEnum):
+    """The engines that can be driven."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+class CacheKind(StrEnum):
+    """What becomes of prefix and KV caches; see :class:`thinwire.engines.engine.Policy`."""
+
+    KEEP = "keep"
+    RESET = "reset"
+    NEW_SESSIONS = "new-sessions"
+
+
+class PauseKind(StrEnum):
+    """What becomes of requests in flight."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class WayKind(StrEnum):
+    """How vLLM's weights are changed; see :mod:`thinwire.torch.attached`."""
+
+    MAP = "map"
+    DENSE = "dense"
+    PATCHES = "patches"
+    RELOAD = "reload"
+
+
+def attach(
+    engine: Annotated[EngineKind, typer.Option("--engine", help="Which engine it is.")],
+    stream: Annotated[
+        str,
+        typer.Option(
+            "--stream",
+            metavar="URL",
+            help="The stream: file://, s3://, gs://, az:// or a folder. Credentials come from the "
+            "environment.",
+        ),
+    ],
+    folder: Annotated[
+        Path,
+        typer.Option(
+            "--folder",
+            help="This host's copy of the model; empty, missing, or made by thinwire. The engine "
+            "must see it under the same path.",
+        ),
+    ],
+    cache: Annotated[
+        CacheKind,
+        typer.Option(
+            "--cache",
+            help="What becomes of the prefix and KV caches, filled by older weights: keep them, "
+            "reset them, or let requests in flight end first and reset them (new-sessions, with "
+            "--pause wait). There is no default.",
+        ),
+    ],
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help="Where it listens; default: http://127.0.0.1:8000 for vLLM, :30000 for SGLang.",
+        ),
+    ] = None,
+    pause: Annotated[
+        PauseKind,
+        typer.Option("--pause", help="What becomes of requests in flight during an update."),
+    ] = PauseKind.KEEP,
+    way: Annotated[
+        list[WayKind] | None,
+        typer.Option(
+            "--way",
+            show_default=False,
+            help="How vLLM's weights may be changed; default: the best that works. Repeatable.",
+        ),
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Bring the engine to the newest version and exit.")
+    ] = False,
+    base: ModelCopy = None,
+    trust: Trust = None,
+    block_cache: Annotated[
+        Path | None,
+        typer.Option(
+            show_default=False, help="A folder of fetched blocks that followers here share."
+        ),
+    ] = None,
+    memory_limit: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            show_default=False,
+            help="What fetching may hold in memory; default: 256MiB.",
+        ),
+    ] = None,
+    poll: Annotated[
+        float,
+        typer.Option(min=0.01, max=3600, help="The shortest time between two looks, in seconds."),
+    ] = 1.0,
+    pause_deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds until nothing runs in the engine any more.")
+    ] = 60.0,
+    apply_deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for changing the weights.")
+    ] = 60.0,
+    attach_deadline: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds for an engine of which nothing is known: all words."),
+    ] = 1800.0,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(
+            show_default=False,
+            help="A file that is there exactly while the engine serves one whole version of the "
+            "stream: for a readiness probe.",
+        ),
+    ] = None,
+    metrics_port: MetricsPort = None,
+    log_level: LogOption = LogLevel.INFO,
+    as_json: JsonLines = False,
+) -> None:
+    """Keep a running engine at the newest version of a stream; print a line for each update.
+
+    Fetching, decoding and verifying happen while it serves; the pause holds the change of the
+    weights, the cache policy and the label. The engine's key is read from THINWIRE_ENGINE_KEY.
+    What fails is logged and tried again: the engine serves what it served, or is not ready.
+    """
+    with reported(as_json, is_lines=True), ExitStack() as stack:
+        from thinwire.engines.driver import Deadlines, Driver
+        from thinwire.engines.engine import Policy
+        from thinwire.follow import open_stream
+        from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES
+
+        policy = Policy(cache=cache.value, pause=pause.value)
+        driven = _engine(engine, endpoint, [w.value for w in way or ()])
+        on_ready = _ready_file(ready_file)
+        logger, observer = stack.enter_context(observing(log_level, metrics_port))
+        driver = stack.enter_context(
+            Driver(
+                open_stream(stream, trusted_keys=trust or ()),
+                driven,
+                folder,
+                policy=policy,
+                deadlines=Deadlines(
+                    pause=pause_deadline, apply=apply_deadline, attach=attach_deadline
+                ),
+                on_ready=on_ready,
+                observer=observer,
+                base=base,
+                cache_dir=block_cache,
+                memory_limit_bytes=DEFAULT_MEMORY_BYTES if memory_limit is None else memory_limit,
+            )
+        )
+        stack.callback(on_ready, False)
+        stack.enter_context(stopped_by_signals(driver.stop))
+        logger.info("attaching", url=driver.follower.stream.url, engine=engine.value)
+        if once:
+            served = driver.bring_to(driver.follower.catch_up())
+            if served is not None:
+                _print(served, as_json)
+            return
+        for served in driver.run(poll_s=poll):
+            _print(served, as_json)
+        logger.info("stopped")
+
+
+def _engine(kind: EngineKind, endpoint: str | None, ways: list[str]) -> Engine:
+    key = os.environ.get(API_KEY_VARIABLE) or None
+    if kind is EngineKind.VLLM:
+        from thinwire.engines.vllm import VLLM
+
+        return VLLM(endpoint or "http://127.0.0.1:8000", api_key=key, ways=ways)
+    if ways:
+        raise InvalidArgument("--way is for vLLM", hint="SGLang loads whole checkpoints")
+    from thinwire.engines.sglang import SGLang
+
+    return SGLang(endpoint or "http://127.0.0.1:30000", admin_key=key)
+
+
+def _ready_file(path: Path | None) -> Callable[[bool], None]:
+    def on_ready(is_ready: bool) -> None:
+        if path is None:
+            return
+        if is_ready:
+            path.touch()
+        else:
+            path.unlink(missing_ok=True)
+
+    return on_ready
+
+
+def _print(served: Served, as_json: bool) -> None:
+    from thinwire.cli.versions import version_json, version_line
+
+    if as_json:
+        more: dict[str, Any] = {
+            "label": served.label,
+            "way": served.way,
+            "pause_s": round(served.pause_s, 6),
+            "phases": {name: round(seconds, 6) for name, seconds in served.phases.items()},
+            "cache": served.cache,
+            "is_proved": served.is_proved,
+        }
+        print_json_line({**version_json(served.version), **more})
+        return
+    phases = ", ".join(f"{name} {1000 * s:.1f}" for name, s in served.phases.items())
+    proof = {True: "proved", None: "not compared", False: "WRONG"}[served.is_proved]
+    print(
+        f"{version_line(served.version)}; served as {served.label}, {proof}; paused for "
+        f"{1000 * served.pause_s:.1f} ms (ms: {phases}); caches: {served.cache}",
+        flush=True,
+    )

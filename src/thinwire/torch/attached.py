@@ -1,0 +1,497 @@
+"""A running model, kept at a host's copy of the checkpoint: how its words are changed, and proved.
+
+Four ways lead there. *map*: the changed words alone, exchanged in the parameters where an index
+map says they are. *dense*: the engine's loader is given every touched tensor, from the host's copy.
+*patches*: a function of the engine's own that loads changed words through its loader. *reload*: the
+engine loads everything and processes it as after a start. The map is tried first; a parameter that
+it cannot place goes the dense way in the same update; where the engine arranges or converts weights
+after loading, only a reload is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from thinwire.checkpoint import Checkpoint
+from thinwire.codec.dtypes import dtype_named
+from thinwire.errors import EngineError, TensorMismatch
+from thinwire.torch.index_map import IndexMap, Int64s
+from thinwire.torch.live import Parameter, converted, parameters_of, torch_dtype
+from thinwire.torch.map_file import read_map, write_map
+from thinwire.torch.probing import Load, Prober
+from thinwire.torch.scatter import Change, LiveModel, Swap, Words
+
+Way = Literal["map", "dense", "patches", "reload"]
+WAYS: tuple[Way, ...] = ("map", "dense", "patches", "reload")
+
+# Words of a parameter that are compared to find out whether its layout is the loader's.
+_SAMPLES = 256
+_ENOUGH_SAMPLES = 16
+# Of words that were measured to find out what exchanging one costs.
+_MEASURED_SHARE = 0.01
+
+
+class Patch(NamedTuple):
+    """Changed words of a tensor, as :attr:`Loader.patch` takes them; flat positions."""
+
+    name: str
+    shape: tuple[int, ...]
+    positions: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """What an engine can do with weights.
+
+    Attributes:
+        identity: Engine, release, model class and rank: what a cached map depends on.
+        load: Loads tensors by their checkpoint names into the parameters, in place.
+        patch: Loads changed words; None: the engine has no such function.
+        reload: Loads all tensors and processes them as after a start; None: it cannot.
+        synchronize: Waits for the device.
+    """
+
+    identity: str
+    load: Load
+    patch: Callable[[Sequence[Patch]], object] | None = None
+    reload: Load | None = None
+    synchronize: Callable[[], None] = field(default=lambda: None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What attaching found out.
+
+    Attributes:
+        way: The way of updates.
+        reason: Why it is not the map, where that was tried.
+        run_count: Runs of the map.
+        map_bytes: What the map takes.
+        is_cached: Whether the map was found in the cache.
+        probe_s: Seconds that finding it took, without restoring the weights.
+        dense_s: Seconds that the engine's loader took for all tensors; None: it was not asked.
+        refused: Parameters that cannot be placed, with why.
+        loose: Tensors that go the dense way.
+        absent: Tensors of which nothing is held here.
+        changed_count: Words that differed from the host's copy.
+    """
+
+    way: Way
+    reason: str = ""
+    run_count: int = 0
+    map_bytes: int = 0
+    is_cached: bool = False
+    probe_s: float = 0.0
+    dense_s: float | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+    loose: Sequence[str] = ()
+    absent: Sequence[str] = ()
+    changed_count: int = 0
+
+
+class Staged(NamedTuple):
+    """A prepared update: words to exchange, and whole tensors to load."""
+
+    swap: Swap | None
+    dense: list[str]
+    patches: list[Patch]
+    touched: list[str]
+    is_reload: bool = False
+
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether exchanging the words once more takes it back."""
+        return not (self.dense or self.patches or self.is_reload)
+
+
+class AttachedModel:
+    """A model of a running engine, attached to a host's copy.
+
+    Args:
+        tensors: The model's parameters and buffers by name.
+        loader: What the engine can do.
+        cache: A folder for maps that were found.
+        ways: The ways that may be taken.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        loader: Loader,
+        cache: Path,
+        ways: Sequence[Way] = WAYS,
+    ) -> None:
+        self._tensors = dict(tensors)
+        self._loader = loader
+        self._cache = cache
+        self._ways = tuple(ways)
+        self._live: LiveModel | None = None
+        self._loose: list[str] = []
+        self._catalog: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._swap_s_per_word = 0.0
+        self._dense_s_per_byte = 0.0
+        self.facts: Facts | None = None
+
+    def attach(self, copy: Checkpoint) -> Facts:
+        """Bring the model, whatever it holds, to the host's copy. Nobody may use it meanwhile.
+
+        Raises:
+            EngineError: No way leads there; what it holds may be anything.
+        """
+        self._refuse_empty()
+        self._catalog = {name: (t.dtype, t.shape) for name, t in copy.tensors.items()}
+        self._live, self._loose = None, []
+        if "map" in self._ways:
+            try:
+                facts = self._attach_with_map(copy)
+            except EngineError as error:
+                if "reload" not in self._ways or self._loader.reload is None:
+                    raise
+                facts = self._attach_without_map(copy, error.message)
+        else:
+            facts = self._attach_without_map(copy, "")
+        self.facts = facts
+        return facts
+
+    def stage(self, copy: Checkpoint, places: Mapping[str, Int64s | None] | None) -> Staged:
+        """Prepare the way to the host's copy; the model is used meanwhile.
+
+        Args:
+            copy: The host's copy, at the new version already.
+            places: The rising positions of changed words by tensor, None for a tensor of which any
+                word may have changed; None: of any tensor.
+
+        Raises:
+            TensorMismatch: The tensors are not those that the model was attached with.
+        """
+        self._check_same(copy)
+        if places is None:
+            places = dict.fromkeys(copy.tensors)
+        if unknown := places.keys() - copy.tensors.keys():
+            raise TensorMismatch(f"the copy has no tensor {sorted(unknown)[0]!r}")
+        live = self._live
+        if live is None:
+            touched = list(places)
+            way = "dense" if self.facts is None else self.facts.way
+            if way == "reload":
+                return Staged(None, [], [], touched, is_reload=True)
+            if way == "patches":
+                return Staged(None, [], self._patches(copy, places), touched)
+            return Staged(None, touched, [], touched)
+        loose = [name for name in self._loose if name in places]
+        changes = []
+        for name, positions in places.items():
+            words = _words(copy, name)
+            at = live.differences(name, words) if positions is None else positions
+            if at.size:
+                changes.append(Change(name, at, words[at]))
+        word_count = _count(changes)
+        byte_count = sum(copy.tensors[change.tensor].data.size for change in changes)
+        is_dense = "dense" in self._ways and self._swap_s_per_word > 0
+        if (
+            is_dense
+            and word_count * self._swap_s_per_word > byte_count * self._dense_s_per_byte > 0
+        ):
+            return Staged(None, [change.tensor for change in changes] + loose, [], list(places))
+        return Staged(live.prepare(changes), loose, [], list(places))
+
+    def apply(self, staged: Staged, copy: Checkpoint) -> None:
+        """Take a staged way. Nobody may use the model meanwhile.
+
+        Raises:
+            EngineError: The engine's loader failed; what the model holds may be anything.
+        """
+        if staged.is_reload:
+            self._reload(copy)
+            return
+        if staged.swap is not None:
+            staged.swap.swap()
+        if staged.patches:
+            assert self._loader.patch is not None
+            try:
+                self._loader.patch(staged.patches)
+            except Exception as error:
+                raise EngineError(f"the engine's patches failed: {error}"[:500]) from error
+        self._load(copy, staged.dense)
+        self._loader.synchronize()
+
+    def undo(self, staged: Staged) -> bool:
+        """Take an applied way back; False: that is not possible."""
+        if not staged.can_be_undone:
+            return False
+        if staged.swap is not None:
+            staged.swap.swap()
+            self._loader.synchronize()
+        return True
+
+    def held_counts(self) -> dict[str, int]:
+        """How many elements of each tensor are held here, tensors held whole left out."""
+        if self._live is None:
+            return {}
+        index_map = self._live.index_map
+        counts = {name: index_map.held_count(name) for name in index_map.tensors}
+        return {name: n for name, n in counts.items() if n < index_map.tensors[name][1]}
+
+    def differing_count(self, copy: Checkpoint, tensors: Iterable[str] | None = None) -> int | None:
+        """How many words differ from the host's copy, as far as the map shows; None: it has none.
+
+        Args:
+            copy: The host's copy.
+            tensors: The tensors to compare; None: all.
+        """
+        live = self._live
+        if live is None:
+            return None
+        names = copy.tensors if tensors is None else tensors
+        return sum(int(live.differences(name, _words(copy, name)).size) for name in names)
+
+    def _attach_with_map(self, copy: Checkpoint) -> Facts:
+        parameters, unseen = parameters_of(self._tensors.items())
+        path = self._cache / f"{self._key(parameters)}.map"
+        index_map = read_map(path)
+        probe_s, dense_s = 0.0, None
+        if index_map is not None:
+            live = LiveModel(parameters, index_map)
+            changes = self._differing(live, copy)
+            # A wrong map finds nearly every word different.
+            if 2 * _count(changes) > sum(map(index_map.held_count, index_map.tensors)):
+                index_map = None
+        is_cached = index_map is not None
+        if index_map is None:
+            index_map, probe_s, dense_s = self._find_map(parameters, copy)
+            write_map(path, index_map)
+            live = LiveModel(parameters, index_map)
+            changes = self._differing(live, copy)
+        self._bring(live, copy, changes)
+        absent = [name for name in self._catalog if not index_map.held_count(name)]
+        if index_map.refused:
+            # Which tensors feed what could not be placed is not known: those not found in full.
+            self._loose = [
+                name
+                for name, (_, count) in index_map.tensors.items()
+                if index_map.held_count(name) < count
+            ]
+            self._load(copy, self._loose)
+            absent = []
+        self._live = live
+        self._measure(live, copy)
+        return Facts(
+            way="map",
+            run_count=len(index_map.runs),
+            map_bytes=index_map.table_bytes,
+            is_cached=is_cached,
+            probe_s=probe_s,
+            dense_s=dense_s,
+            refused={**index_map.refused, **unseen},
+            loose=tuple(self._loose),
+            absent=tuple(absent),
+            changed_count=_count(changes),
+        )
+
+    def _attach_without_map(self, copy: Checkpoint, reason: str) -> Facts:
+        # Where the map was refused, loading in place is not right either.
+        ways = [way for way in self._ways if way == "reload" or (way != "map" and not reason)]
+        can = {"dense": True, "patches": self._loader.patch, "reload": self._loader.reload}
+        possible = [way for way in ways if can[way]]
+        if not possible:
+            raise EngineError(f"this engine has none of the ways {', '.join(ways) or 'allowed'}")
+        start_s = time.perf_counter()
+        if possible[0] == "reload":
+            self._reload(copy)
+        else:
+            self._load(copy, list(copy.tensors))
+        return Facts(way=possible[0], reason=reason, dense_s=time.perf_counter() - start_s)
+
+    def _find_map(
+        self, parameters: Mapping[str, Parameter], copy: Checkpoint
+    ) -> tuple[IndexMap, float, float]:
+        """Probe and restore.
+
+        Raises:
+            EngineError: The loader fails, or parameters are not laid out as it lays them out.
+        """
+        samples = {name: _Sample(parameter) for name, parameter in parameters.items()}
+        start_s = time.perf_counter()
+        try:
+            index_map = Prober(parameters, self._catalog, self._loader.load, self._cache).find()
+        finally:
+            probe_s = time.perf_counter() - start_s
+            start_s = time.perf_counter()
+            self._load(copy, list(copy.tensors))
+            dense_s = time.perf_counter() - start_s
+        self._dense_s_per_byte = dense_s / max(1, sum(t.data.size for t in copy.tensors.values()))
+        moved = [
+            name
+            for number, (name, parameter) in enumerate(parameters.items())
+            if (
+                samples[name].is_replaced(parameter)
+                if name in index_map.refused
+                else samples[name].is_moved(index_map, number, copy)
+            )
+        ]
+        if moved:
+            raise EngineError(
+                f"{len(moved)} of the engine's parameters, such as {moved[0]!r}, do not hold what "
+                "its loader writes there",
+                hint="Start the engine from a checkpoint of this stream. If it says so still, the "
+                "engine arranges or converts weights after loading: then only a reload is right",
+            )
+        return index_map, probe_s, dense_s
+
+    def _differing(self, live: LiveModel, copy: Checkpoint) -> list[Change]:
+        """Every word that is not the host's copy's."""
+        changes = []
+        for name in copy.tensors:
+            words = _words(copy, name)
+            at = live.differences(name, words)
+            if at.size:
+                changes.append(Change(name, at, words[at]))
+        return changes
+
+    def _bring(self, live: LiveModel, copy: Checkpoint, changes: Sequence[Change]) -> None:
+        """Exchange the words that differ, and look whether none does afterwards."""
+        live.prepare(changes).swap()
+        self._loader.synchronize()
+        for change in changes:
+            if live.differences(change.tensor, _words(copy, change.tensor)).size:
+                raise EngineError(
+                    f"tensor {change.tensor!r} is not what was written to it",
+                    hint="Two tensors of the checkpoint may share their place in the engine",
+                )
+
+    def _measure(self, live: LiveModel, copy: Checkpoint) -> None:
+        """Find out what exchanging a word costs, by exchanging some with themselves."""
+        name = max(copy.tensors, key=lambda name: live.index_map.held_count(name))
+        words = _words(copy, name)
+        count = max(1, int(words.size * _MEASURED_SHARE))
+        at = np.unique(np.linspace(0, words.size - 1, count).astype(np.int64))
+        swap = live.prepare([Change(name, at, words[at])])
+        start_s = time.perf_counter()
+        swap.swap()
+        self._loader.synchronize()
+        self._swap_s_per_word = (time.perf_counter() - start_s) / max(1, swap.word_count)
+
+    def _load(self, copy: Checkpoint, names: Sequence[str]) -> None:
+        if not names:
+            return
+        try:
+            with torch.no_grad():
+                self._loader.load((name, _as_tensor(copy, name)) for name in names)
+        except Exception as error:
+            raise EngineError(
+                f"the engine's loader failed: {type(error).__name__}: {error}"[:500],
+                hint="Is the engine's model the one of this stream?",
+            ) from error
+        self._loader.synchronize()
+
+    def _reload(self, copy: Checkpoint) -> None:
+        assert self._loader.reload is not None
+        try:
+            with torch.no_grad():
+                self._loader.reload((name, _as_tensor(copy, name)) for name in copy.tensors)
+        except Exception as error:
+            raise EngineError(
+                f"the engine's reload failed: {type(error).__name__}: {error}"[:500],
+                hint="Restart the engine",
+            ) from error
+        self._loader.synchronize()
+
+    def _patches(self, copy: Checkpoint, places: Mapping[str, Int64s | None]) -> list[Patch]:
+        patches = []
+        for name, positions in places.items():
+            value = _as_tensor(copy, name).reshape(-1)
+            at = np.arange(value.numel(), dtype=np.int64) if positions is None else positions
+            index = torch.from_numpy(at)
+            patches.append(Patch(name, copy.tensors[name].shape, index, value[index]))
+        return patches
+
+    def _check_same(self, copy: Checkpoint) -> None:
+        found = {name: (t.dtype, t.shape) for name, t in copy.tensors.items()}
+        if found != self._catalog:
+            raise TensorMismatch(
+                "the checkpoint's tensors are not those that the engine was attached with"
+            )
+
+    def _refuse_empty(self) -> None:
+        empty = [name for name, tensor in self._tensors.items() if not tensor.numel()]
+        held = [name for name in empty if name.endswith(("weight", "weight_packed"))]
+        if held:
+            raise EngineError(
+                f"parameter {held[0]!r} is empty: the engine keeps its weights packed elsewhere, "
+                "where they can be neither changed nor compared",
+                hint="On a CPU, let vLLM load the thinwire plugin (pip install thinwire[vllm] into "
+                "its environment): it keeps weights plain",
+            )
+
+    def _key(self, parameters: Mapping[str, Parameter]) -> str:
+        """What a map depends on."""
+        places = [(name, p.dtype, p.count) for name, p in parameters.items()]
+        shapes = [list(self._tensors[name].shape) for name in parameters]
+        strides = [list(self._tensors[name].stride()) for name in parameters]
+        catalog = [(name, dtype, shape) for name, (dtype, shape) in self._catalog.items()]
+        told = msgspec.json.encode([self._loader.identity, catalog, places, shapes, strides])
+        return hashlib.sha256(told).hexdigest()[:32]
+
+
+def _count(changes: Iterable[Change]) -> int:
+    return sum(int(change.positions.size) for change in changes)
+
+
+class _Sample:
+    """Some words of a parameter as they were."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        self._at = np.unique(
+            np.linspace(0, parameter.count - 1, min(_SAMPLES, parameter.count)).astype(np.int64)
+        )
+        self._dtype = parameter.dtype
+        self._words = parameter.read(self._at)
+
+    def is_replaced(self, parameter: Parameter) -> bool:
+        """Whether most of them are different now."""
+        equal = int((self._words == parameter.read(self._at)).sum())
+        return self._at.size >= _ENOUGH_SAMPLES and 2 * equal < self._at.size
+
+    def is_moved(self, index_map: IndexMap, number: int, copy: Checkpoint) -> bool:
+        """Whether most of them are not where the map says."""
+        compared = equal = 0
+        for at, word in zip(self._at.tolist(), self._words, strict=True):
+            source = index_map.sources(number, at)
+            if source is None:
+                continue
+            name, element = source
+            wanted = _words(copy, name)[element : element + 1]
+            compared += 1
+            equal += int(converted(wanted.copy(), copy.tensors[name].dtype, self._dtype)[0] == word)
+        return compared >= _ENOUGH_SAMPLES and 2 * equal < compared
+
+
+def _words(copy: Checkpoint, name: str) -> Words:
+    tensor = copy.tensors[name]
+    size = dtype_named(tensor.dtype).word_bytes
+    data = tensor.data
+    if data.ctypes.data % size:
+        data = data.copy()
+    return data.view(f"u{size}")
+
+
+def _as_tensor(copy: Checkpoint, name: str) -> torch.Tensor:
+    """A tensor of the copy, borrowed from the mapped file: for reading only."""
+    stored = copy.tensors[name]
+    words = _words(copy, name)
+    with warnings.catch_warnings():
+        # Of a tensor that cannot be written, which nobody wants to.
+        warnings.simplefilter("ignore", UserWarning)
+        flat = torch.from_numpy(words.view(np.uint8))
+    return flat.view(torch_dtype(stored.dtype)).reshape(stored.shape)
