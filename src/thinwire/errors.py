@@ -30,6 +30,7 @@
     |  `- SignatureInvalid               unsigned, or not by a pinned key
     `- EngineError                       an inference engine did not do what was asked
        |- EngineUnreachable              it does not answer
+       |- EngineDetached                 it was started again, or holds something else: attach it
        `- EngineNotReady                 what it holds is not known: it must not serve
 
 A message says what and where; ``hint`` says what to do next; ``context`` holds the same facts for
@@ -243,6 +244,15 @@ class EngineUnreachable(EngineError):
 
     code = "engine-unreachable"
     retryable = True
+
+
+class EngineDetached(EngineError):
+    """The engine was started again, or holds other weights than was thought: it must be attached.
+
+    Nothing was changed.
+    """
+
+    code = "engine-detached"
 
 
 class EngineNotReady(EngineError):

@@ -55,6 +55,13 @@ class PauseKind(StrEnum):
     ABORT = "abort"
 
 
+class ProofKind(StrEnum):
+    """What is compared after an update."""
+
+    ALL = "all"
+    CHANGES = "changes"
+
+
 class WayKind(StrEnum):
     """How vLLM's weights are changed; see :mod:`thinwire.torch.attached`."""
 
@@ -111,10 +118,26 @@ def attach(
             help="How vLLM's weights may be changed; default: the best that works. Repeatable.",
         ),
     ] = None,
+    prove: Annotated[
+        ProofKind,
+        typer.Option(
+            "--prove",
+            help="What of vLLM's weights is compared after an update: all words, or the changes.",
+        ),
+    ] = ProofKind.ALL,
     once: Annotated[
         bool, typer.Option("--once", help="Bring the engine to the newest version and exit.")
     ] = False,
     base: ModelCopy = None,
+    accept_new_lineages: Annotated[
+        bool | None,
+        typer.Option(
+            "--accept-new-lineages/--refuse-new-lineages",
+            show_default=False,
+            help="Whether to go along when the trainer restarts from older weights; default: as "
+            "the stream's policy says.",
+        ),
+    ] = None,
     trust: Trust = None,
     block_cache: Annotated[
         Path | None,
@@ -135,6 +158,9 @@ def attach(
         float,
         typer.Option(min=0.01, max=3600, help="The shortest time between two looks, in seconds."),
     ] = 1.0,
+    stage_deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for preparing an update, and for the proof.")
+    ] = 600.0,
     pause_deadline: Annotated[
         float, typer.Option(min=0.1, help="Seconds until nothing runs in the engine any more.")
     ] = 60.0,
@@ -170,7 +196,7 @@ def attach(
         from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES
 
         policy = Policy(cache=cache.value, pause=pause.value)
-        driven = _engine(engine, endpoint, [w.value for w in way or ()])
+        driven = _engine(engine, endpoint, [w.value for w in way or ()], prove)
         on_ready = _ready_file(ready_file)
         logger, observer = stack.enter_context(observing(log_level, metrics_port))
         driver = stack.enter_context(
@@ -180,11 +206,16 @@ def attach(
                 folder,
                 policy=policy,
                 deadlines=Deadlines(
-                    pause=pause_deadline, apply=apply_deadline, attach=attach_deadline
+                    stage=stage_deadline,
+                    prove=stage_deadline,
+                    pause=pause_deadline,
+                    apply=apply_deadline,
+                    attach=attach_deadline,
                 ),
                 on_ready=on_ready,
                 observer=observer,
                 base=base,
+                accept_new_lineages=accept_new_lineages,
                 cache_dir=block_cache,
                 memory_limit_bytes=DEFAULT_MEMORY_BYTES if memory_limit is None else memory_limit,
             )
@@ -202,20 +233,31 @@ def attach(
         logger.info("stopped")
 
 
-def _engine(kind: EngineKind, endpoint: str | None, ways: list[str]) -> Engine:
+def _engine(kind: EngineKind, endpoint: str | None, ways: list[str], prove: ProofKind) -> Engine:
     key = os.environ.get(API_KEY_VARIABLE) or None
     if kind is EngineKind.VLLM:
         from thinwire.engines.vllm import VLLM
 
-        return VLLM(endpoint or "http://127.0.0.1:8000", api_key=key, ways=ways)
-    if ways:
-        raise InvalidArgument("--way is for vLLM", hint="SGLang loads whole checkpoints")
+        return VLLM(endpoint or "http://127.0.0.1:8000", api_key=key, ways=ways, prove=prove.value)
+    if ways or prove is not ProofKind.ALL:
+        raise InvalidArgument(
+            "--way and --prove are for vLLM",
+            hint="SGLang loads whole checkpoints, and shows what it likes of them",
+        )
     from thinwire.engines.sglang import SGLang
 
     return SGLang(endpoint or "http://127.0.0.1:30000", admin_key=key)
 
 
 def _ready_file(path: Path | None) -> Callable[[bool], None]:
+    from thinwire.checkpoint.disk import os_errors
+
+    if path is not None:
+        # Now, not in the middle of an update, it shows whether it can be written.
+        with os_errors("cannot write", path):
+            path.touch()
+            path.unlink()
+
     def on_ready(is_ready: bool) -> None:
         if path is None:
             return

@@ -13,6 +13,9 @@ from thinwire.stream.version import Version
 PauseMode = Literal["keep", "wait", "abort"]
 CachePolicy = Literal["keep", "reset", "new-sessions"]
 
+NOT_KNOWN = "thinwire-not-known"
+"""The label of an engine while its weights are of no version."""
+
 PAUSE_MODES: tuple[PauseMode, ...] = ("keep", "wait", "abort")
 CACHE_POLICIES: tuple[CachePolicy, ...] = ("keep", "reset", "new-sessions")
 
@@ -61,7 +64,7 @@ class EngineState(NamedTuple):
     Attributes:
         identity: Differs for every start of the engine: after a restart its weights are unknown.
         label: The weight version that it reports.
-        is_paused: Whether it holds requests back.
+        is_paused: Whether it holds requests back, or sleeps.
     """
 
     identity: str
@@ -135,6 +138,20 @@ class Engine(Protocol):
 
     name: str
 
+    def check_policy(self, policy: Policy) -> None:
+        """Refuse a policy that the engine cannot carry out.
+
+        Raises:
+            InvalidArgument: As said.
+        """
+
+    def meet(self, update: Update, timer: Timer) -> None:
+        """Make sure, while it serves, that the engine can be attached; before its first pause.
+
+        Raises:
+            EngineError: It cannot, such as where it does not see the host's copy.
+        """
+
     def state(self, timer: Timer) -> EngineState:
         """Ask the engine what it is and what it serves.
 
@@ -153,7 +170,8 @@ class Engine(Protocol):
         """Prepare an update while the engine serves; its weights are not touched.
 
         Raises:
-            EngineError: It cannot be applied in this way: attach the engine again.
+            EngineDetached: It is not at what the update starts from.
+            EngineError: It did not work out; nothing was changed.
         """
 
     def pause(self, policy: Policy, timer: Timer) -> None:
@@ -186,5 +204,8 @@ class Engine(Protocol):
         """Compare what the serving engine holds with the version, as far as it can be seen.
 
         Returns:
-            Whether they are equal; None: this engine shows nothing of its weights.
+            Whether they are equal; None: the engine does not show all of its weights.
+
+        Raises:
+            EngineDetached: The engine says itself that it holds something else.
         """

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json as json_module
 import ssl
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
@@ -283,25 +282,30 @@ class EngineHttp:
 
 def _checked_endpoint(endpoint: str) -> str:
     """The endpoint, without the slash at its end."""
-    problem = ""
-    # A password in the address would appear in messages; a broken one cannot be taken apart.
-    with suppress(ValueError):
+    problem = _endpoint_problem(endpoint)
+    if not problem:
+        return endpoint.rstrip("/")
+    # What may hold a password is not repeated.
+    shown = "" if "@" in endpoint else f" {endpoint!r}"
+    raise InvalidArgument(
+        f"the engine's endpoint{shown} {problem}",
+        hint="Give the address that the engine listens on, such as http://127.0.0.1:8000, and a "
+        "key by itself",
+    )
+
+
+def _endpoint_problem(endpoint: str) -> str:
+    try:
         parts = urlsplit(endpoint)
         port = parts.port
-        if parts.scheme not in {"http", "https"}:
-            problem = "it begins with neither http:// nor https://"
-        elif not parts.hostname or port == 0:
-            problem = "it names no host"
-        elif parts.username is not None or parts.password is not None:
-            raise InvalidArgument(
-                "the engine's endpoint has a user or a password in it",
-                hint="Give the key by itself, where it is kept out of messages",
-            )
-        elif parts.query or parts.fragment or not endpoint.isprintable() or " " in endpoint:
-            problem = "it has more than a host, a port and a path"
-        else:
-            return endpoint.rstrip("/")
-    raise InvalidArgument(
-        f"the engine's endpoint is {endpoint!r}: {problem or 'it is not an address'}",
-        hint="Give the address that the engine listens on, such as http://127.0.0.1:8000",
-    )
+    except ValueError:
+        return "is not an address"
+    if parts.scheme not in {"http", "https"}:
+        return "begins with neither http:// nor https://"
+    if not parts.hostname or port == 0:
+        return "names no host, or no port"
+    if parts.username is not None or parts.password is not None:
+        return "has a user or a password in it"
+    if parts.query or parts.fragment or not endpoint.isprintable() or " " in endpoint:
+        return "has more than a host, a port and a path"
+    return ""

@@ -25,6 +25,7 @@ import numpy as np
 from thinwire.checkpoint.disk import map_file, os_errors
 from thinwire.codec.delta import ChunkChanges
 from thinwire.codec.digest import CHUNK_WORDS, xxh3_64
+from thinwire.codec.dtypes import MAX_TENSOR_BYTES
 from thinwire.errors import ChecksumMismatch, Corrupt, Truncated
 
 MAGIC = b"TWPLACE1"
@@ -137,6 +138,8 @@ def _read_block(data: Any, start: int, end: int, path: Path) -> tuple[Block, int
     except UnicodeDecodeError:
         raise Corrupt(f"{path}: the name in the block at byte {start} is not UTF-8") from None
     first_word, count = _BLOCK.unpack_from(data.data, at - _BLOCK.size)
+    if first_word >= MAX_TENSOR_BYTES:
+        raise Corrupt(f"{path}: the block at byte {start} begins beyond any tensor")
     if count == WHOLE:
         return Block(name, 0, None), at
     after = at + 4 * count

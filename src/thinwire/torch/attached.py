@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from thinwire.errors import EngineError, TensorMismatch
 from thinwire.torch.index_map import IndexMap, Int64s
 from thinwire.torch.live import Parameter, converted, parameters_of, torch_dtype
 from thinwire.torch.map_file import read_map, write_map
-from thinwire.torch.probing import Load, Prober
+from thinwire.torch.probing import Load, Prober, can_probe
 from thinwire.torch.scatter import Change, LiveModel, Swap, Words
 
 Way = Literal["map", "dense", "patches", "reload"]
@@ -37,6 +37,8 @@ WAYS: tuple[Way, ...] = ("map", "dense", "patches", "reload")
 # Words of a parameter that are compared to find out whether its layout is the loader's.
 _SAMPLES = 256
 _ENOUGH_SAMPLES = 16
+# What counts as about the same value: all words of an FP32 tensor change with every version.
+_NEAR = 1 / 8
 # Of words that were measured to find out what exchanging one costs.
 _MEASURED_SHARE = 0.01
 
@@ -230,10 +232,24 @@ class AttachedModel:
         """Take an applied way back; False: that is not possible."""
         if not staged.can_be_undone:
             return False
-        if staged.swap is not None:
+        # It may have failed before anything was exchanged.
+        if staged.swap is not None and staged.swap.is_swapped:
             staged.swap.swap()
             self._loader.synchronize()
         return True
+
+    def holds(self, tensor: str) -> bool:
+        """Whether changes of a tensor matter here: some of it is held, or it cannot be told."""
+        live = self._live
+        if live is None or tensor in self._loose:
+            return True
+        return tensor not in live.index_map.tensors or bool(live.index_map.runs_of(tensor))
+
+    def is_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are the tensors that it was made for, in the same memory."""
+        return {name: _identity(t) for name, t in tensors.items()} == {
+            name: _identity(t) for name, t in self._tensors.items()
+        }
 
     def held_counts(self) -> dict[str, int]:
         """How many elements of each tensor are held here, tensors held whole left out."""
@@ -242,6 +258,14 @@ class AttachedModel:
         index_map = self._live.index_map
         counts = {name: index_map.held_count(name) for name in index_map.tensors}
         return {name: n for name, n in counts.items() if n < index_map.tensors[name][1]}
+
+    def unseen_count(self) -> int:
+        """Elements of the model that :meth:`differing_count` cannot see."""
+        live = self._live
+        if live is None:
+            return sum(tensor.numel() for tensor in self._tensors.values())
+        refused = {} if self.facts is None else self.facts.refused
+        return sum(self._tensors[name].numel() for name in refused if name in self._tensors)
 
     def differing_count(self, copy: Checkpoint, tensors: Iterable[str] | None = None) -> int | None:
         """How many words differ from the host's copy, as far as the map shows; None: it has none.
@@ -261,29 +285,26 @@ class AttachedModel:
         path = self._cache / f"{self._key(parameters)}.map"
         index_map = read_map(path)
         probe_s, dense_s = 0.0, None
-        if index_map is not None:
-            live = LiveModel(parameters, index_map)
-            changes = self._differing(live, copy)
-            # A wrong map finds nearly every word different.
-            if 2 * _count(changes) > sum(map(index_map.held_count, index_map.tensors)):
-                index_map = None
+        samples = {name: _Sample(parameter) for name, parameter in parameters.items()}
+        if index_map is not None and _moved(samples, index_map, copy):
+            index_map = None
         is_cached = index_map is not None
         if index_map is None:
-            index_map, probe_s, dense_s = self._find_map(parameters, copy)
+            index_map, probe_s, dense_s = self._find_map(parameters, unseen, samples, copy)
             write_map(path, index_map)
-            live = LiveModel(parameters, index_map)
-            changes = self._differing(live, copy)
+        live = LiveModel(parameters, index_map)
+        changes = self._differing(live, copy)
         self._bring(live, copy, changes)
         absent = [name for name in self._catalog if not index_map.held_count(name)]
-        if index_map.refused:
-            # Which tensors feed what could not be placed is not known: those not found in full.
-            self._loose = [
-                name
-                for name, (_, count) in index_map.tensors.items()
-                if index_map.held_count(name) < count
-            ]
+        # Which tensors feed what could not be placed is not known: those not found in full.
+        self._loose = [
+            name
+            for name, (dtype, count) in index_map.tensors.items()
+            if not can_probe(dtype) or (index_map.refused and index_map.held_count(name) < count)
+        ]
+        if self._loose:
             self._load(copy, self._loose)
-            absent = []
+            absent = [name for name in absent if name not in self._loose]
         self._live = live
         self._measure(live, copy)
         return Facts(
@@ -314,31 +335,45 @@ class AttachedModel:
         return Facts(way=possible[0], reason=reason, dense_s=time.perf_counter() - start_s)
 
     def _find_map(
-        self, parameters: Mapping[str, Parameter], copy: Checkpoint
+        self,
+        parameters: Mapping[str, Parameter],
+        unseen: Mapping[str, str],
+        samples: Mapping[str, _Sample],
+        copy: Checkpoint,
     ) -> tuple[IndexMap, float, float]:
         """Probe and restore.
 
         Raises:
             EngineError: The loader fails, or parameters are not laid out as it lays them out.
         """
-        samples = {name: _Sample(parameter) for name, parameter in parameters.items()}
+        before = {name: _bits(self._tensors[name]) for name in unseen}
+        written: dict[str, str] = {}
         start_s = time.perf_counter()
         try:
             index_map = Prober(parameters, self._catalog, self._loader.load, self._cache).find()
+            # What cannot be seen flat matters where the loader writes to it.
+            written = {
+                name: reason
+                for name, reason in unseen.items()
+                if not torch.equal(before[name], _bits(self._tensors[name]))
+            }
         finally:
             probe_s = time.perf_counter() - start_s
             start_s = time.perf_counter()
             self._load(copy, list(copy.tensors))
             dense_s = time.perf_counter() - start_s
         self._dense_s_per_byte = dense_s / max(1, sum(t.data.size for t in copy.tensors.values()))
-        moved = [
+        # The loader may change some values that no probe has, such as denormal ones.
+        live = LiveModel(parameters, index_map)
+        for name in copy.tensors:
+            for parameter in live.differing_parameters(name, _words(copy, name)):
+                written[parameter] = "the loader changes some of the values that it writes to it"
+        index_map = index_map.without(written)
+        moved = _moved(samples, index_map, copy)
+        moved += [
             name
-            for number, (name, parameter) in enumerate(parameters.items())
-            if (
-                samples[name].is_replaced(parameter)
-                if name in index_map.refused
-                else samples[name].is_moved(index_map, number, copy)
-            )
+            for name, parameter in parameters.items()
+            if name in index_map.refused and samples[name].is_replaced(parameter)
         ]
         if moved:
             raise EngineError(
@@ -374,6 +409,8 @@ class AttachedModel:
         """Find out what exchanging a word costs, by exchanging some with themselves."""
         name = max(copy.tensors, key=lambda name: live.index_map.held_count(name))
         words = _words(copy, name)
+        if not words.size:
+            return
         count = max(1, int(words.size * _MEASURED_SHARE))
         at = np.unique(np.linspace(0, words.size - 1, count).astype(np.int64))
         swap = live.prepare([Change(name, at, words[at])])
@@ -385,9 +422,12 @@ class AttachedModel:
     def _load(self, copy: Checkpoint, names: Sequence[str]) -> None:
         if not names:
             return
+        # Where two share a place, the one that comes later in the checkpoint stays.
+        chosen = set(names)
+        ordered = [name for name in copy.tensors if name in chosen]
         try:
             with torch.no_grad():
-                self._loader.load((name, _as_tensor(copy, name)) for name in names)
+                self._loader.load((name, _as_tensor(copy, name)) for name in ordered)
         except Exception as error:
             raise EngineError(
                 f"the engine's loader failed: {type(error).__name__}: {error}"[:500],
@@ -460,21 +500,54 @@ class _Sample:
 
     def is_replaced(self, parameter: Parameter) -> bool:
         """Whether most of them are different now."""
-        equal = int((self._words == parameter.read(self._at)).sum())
-        return self._at.size >= _ENOUGH_SAMPLES and 2 * equal < self._at.size
+        return _are_others(_near(self._words, parameter.read(self._at), self._dtype))
 
     def is_moved(self, index_map: IndexMap, number: int, copy: Checkpoint) -> bool:
-        """Whether most of them are not where the map says."""
-        compared = equal = 0
-        for at, word in zip(self._at.tolist(), self._words, strict=True):
-            source = index_map.sources(number, at)
-            if source is None:
-                continue
-            name, element = source
-            wanted = _words(copy, name)[element : element + 1]
-            compared += 1
-            equal += int(converted(wanted.copy(), copy.tensors[name].dtype, self._dtype)[0] == word)
-        return compared >= _ENOUGH_SAMPLES and 2 * equal < compared
+        """Whether most of them are not where the map says, or most of those of a tensor."""
+        tensors, elements = index_map.sources(number, self._at)
+        near = np.zeros(self._at.size, bool)
+        for tensor in np.unique(tensors[tensors >= 0]).tolist():
+            chosen = np.flatnonzero(tensors == tensor)
+            name = index_map.tensor_name(tensor)
+            words = _words(copy, name)[elements[chosen]]
+            wanted = converted(words, copy.tensors[name].dtype, self._dtype)
+            near[chosen] = _near(self._words[chosen], wanted, self._dtype)
+            if _are_others(near[chosen]):
+                return True
+        return _are_others(near[tensors >= 0])
+
+
+def _moved(samples: Mapping[str, _Sample], index_map: IndexMap, copy: Checkpoint) -> list[str]:
+    """The parameters that are not laid out as the map says."""
+    return [
+        name
+        for number, name in enumerate(index_map.parameters)
+        if samples[name].is_moved(index_map, number, copy)
+    ]
+
+
+def _are_others(near: np.ndarray[Any, np.dtype[np.bool_]]) -> bool:
+    return near.size >= _ENOUGH_SAMPLES and 2 * int(near.sum()) < near.size
+
+
+def _near(a: Words, b: Words, dtype: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which words are of about one value: between versions of one model, most are."""
+    first, second = (
+        torch.from_numpy(words.copy().view(np.uint8)).view(torch_dtype(dtype)).double()
+        for words in (a, b)
+    )
+    near: np.ndarray[Any, np.dtype[np.bool_]]
+    near = torch.isclose(first, second, rtol=_NEAR, atol=0, equal_nan=True).numpy()
+    return near
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor's bytes."""
+    return tensor.detach().reshape(-1).clone().view(torch.uint8)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _words(copy: Checkpoint, name: str) -> Words:

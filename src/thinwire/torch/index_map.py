@@ -129,17 +129,29 @@ class IndexMap:
                 if at.size:
                     yield Places(run.parameter, at, kept + low)
 
-    def sources(self, parameter: int, at: int) -> tuple[str, int] | None:
-        """The tensor and the element in it that a parameter's element holds; None: neither."""
+    def sources(self, parameter: int, at: Int64s) -> tuple[Int64s, Int64s]:
+        """Which tensors, and which elements of them, a parameter's elements hold; -1: none.
+
+        Args:
+            parameter: Its number.
+            at: Rising places in it.
+        """
+        tensors, elements = np.full(at.size, -1, np.int64), np.full(at.size, -1, np.int64)
         for run in map(Run._make, self.runs[self.runs[:, 1] == parameter].tolist()):
-            behind = at - run.start
-            if behind < 0:
-                continue
-            row, column = divmod(behind, run.jump) if run.repeat > 1 else (0, behind)
-            if row < run.repeat and column < run.length:
-                source = run.source + row * run.source_jump + column * run.source_step
-                return self._names[run.tensor], source
-        return None
+            stop = run.start + (run.repeat - 1) * run.jump + run.length
+            low, high = np.searchsorted(at, [run.start, stop])
+            row, column = np.divmod(at[low:high] - run.start, run.jump if run.repeat > 1 else stop)
+            kept = low + np.flatnonzero(column < run.length)
+            row, column = row[kept - low], column[kept - low]
+            tensors[kept] = run.tensor
+            elements[kept] = run.source + row * run.source_jump + column * run.source_step
+        return tensors, elements
+
+    def without(self, parameters: Mapping[str, str]) -> IndexMap:
+        """The same map without some parameters, which are refused for the reasons given."""
+        numbers = [n for n, name in enumerate(self._parameter_names) if name in parameters]
+        kept = self.runs[~np.isin(self.runs[:, 1], numbers)]
+        return IndexMap(self.tensors, self.parameters, kept, {**self.refused, **parameters})
 
     def _check(self) -> None:
         """Whoever scatters by the map writes to memory: every run must stay inside."""
@@ -159,6 +171,10 @@ class IndexMap:
             reach += (repeat - 1) * source_jump.astype(float)
             room = start + (length - 1) + (repeat - 1) * jump.astype(float)
             is_sound = bool((reach < sizes[tensor]).all() and (room < rooms[parameter]).all())
+            # Rows of a run must be told from each other, in the tensor and in the parameter.
+            is_apart = source_jump > (length - 1) * step.astype(float)
+            is_apart |= (source_jump > 0) & (step > (repeat - 1) * source_jump.astype(float))
+            is_sound &= bool(((repeat == 1) | is_apart & (jump >= length)).all())
         if not is_sound:
             raise Corrupt("an index map has runs outside its tensors or parameters")
 
@@ -169,7 +185,7 @@ def _invert(run: Run, positions: Int64s) -> tuple[Int64s, Int64s]:
     if run.repeat == 1:
         column, rest = (behind, None) if run.source_step == 1 else divmod(behind, run.source_step)
         row = np.zeros_like(column)
-    elif run.source_jump > run.source_step:
+    elif run.source_jump > (run.length - 1) * run.source_step:
         row, inner = np.divmod(behind, run.source_jump)
         column, rest = (inner, None) if run.source_step == 1 else divmod(inner, run.source_step)
     else:
@@ -221,6 +237,8 @@ def join_runs(rows: Int64s) -> Int64s:
     follows &= ids[1:] == ids[:-1] + length[:-1] * joint
     follows &= (step[1:] == joint) | one[1:]
     follows &= joint > 0
+    # A single element may go on with the run before it or begin the one behind it, not both.
+    follows[1:] &= ~(follows[:-1] & (joint[1:] != joint[:-1]))
     first = np.flatnonzero(np.concatenate([[True], ~follows]))
     joined = rows[first]
     joined[:, 3] = np.add.reduceat(length, first)

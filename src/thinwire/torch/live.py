@@ -92,19 +92,34 @@ class Parameter:
 def parameters_of(
     named: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[dict[str, Parameter], dict[str, str]]:
-    """Every memory once, by the first name it goes by; and what cannot be seen flat, with why."""
+    """Every memory once, by the first name it goes by; and what cannot be seen flat, with why.
+
+    What lies within another parameter is seen there. What it shares with another only in part is
+    left out: words exchanged twice would not be exchanged.
+    """
     found: dict[str, Parameter] = {}
     refused: dict[str, str] = {}
-    seen: set[tuple[int, int]] = set()
+    seen: dict[str, tuple[str, int, int]] = {}
     for name, tensor in named:
-        key = (tensor.data_ptr(), tensor.numel())
-        if not tensor.numel() or key in seen:
+        if not tensor.numel():
             continue
-        seen.add(key)
         try:
             found[name] = Parameter(tensor)
         except Unsupported as error:
             refused[name] = error.message
+        else:
+            start = tensor.data_ptr()
+            seen[name] = (str(tensor.device), start, start + found[name].byte_count)
+    # By place; of those that begin together, the longest first, and the first of equal ones.
+    end = ("", 0, 0)
+    for name, span in sorted(seen.items(), key=lambda item: (*item[1][:2], -item[1][2])):
+        device, start, stop = span
+        if device == end[0] and start < end[2]:
+            del found[name]
+            if stop > end[2]:
+                refused[name] = "it shares a part of its memory with another parameter"
+        else:
+            end = span
     return found, refused
 
 
@@ -112,6 +127,8 @@ def converted(words: np.ndarray[Any, Any], source: str, target: str) -> np.ndarr
     """Words of one dtype as a loader's ``copy_`` makes them words of another."""
     if source == target:
         return words
+    # Of what cannot be written torch makes no tensor without a warning.
+    words = words if words.flags.writeable else words.copy()
     value = torch.from_numpy(words.view(np.uint8)).view(torch_dtype(source))
     bits = value.to(torch_dtype(target)).view(_WORDS[torch_dtype(target).itemsize]).numpy()
     return bits.view(_UNSIGNED[bits.dtype.itemsize])

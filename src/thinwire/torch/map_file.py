@@ -62,7 +62,7 @@ def write_map(path: Path, index_map: IndexMap) -> None:
 
 def read_map(path: Path) -> IndexMap | None:
     """A kept map; None where there is none, or it is not sound: it can be made again."""
-    with suppress(ThinwireError, ValueError, struct.error):
+    with suppress(ThinwireError, ValueError, OverflowError, struct.error, msgspec.MsgspecError):
         data = map_file(path, follow_link=False)
         end = data.size - _DIGEST.size
         at = len(MAGIC) + _HEAD.size

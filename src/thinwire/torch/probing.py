@@ -4,7 +4,9 @@ Every element of the checkpoint gets a number. Its digits are loaded one after a
 each, as values that no loader rounds or refuses: finite, normal and positive. What the parameters
 then hold, read back, says which element went where. Digits of even and odd passes come from
 disjoint ranges, so what a pass did not write is told from what it wrote; what was written and
-spells no digit was transformed by the loader, and its parameter is refused.
+spells no digit was transformed by the loader, and its parameter is refused. A loader that scales
+may turn one digit into another: so one more pass loads what spells nothing, and every parameter
+must then hold it where the digits said.
 
 The method was tried on vLLM for the design of this project; nobody published it before, as far as
 we know.
@@ -25,6 +27,7 @@ import torch
 from thinwire.errors import EngineError
 from thinwire.torch.index_map import IndexMap, Int64s, find_runs, fold_runs, join_runs
 from thinwire.torch.live import Parameter, torch_dtype
+from thinwire.torch.scatter import LiveModel
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Catalog = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -37,6 +40,9 @@ _IN_MEMORY_BYTES = 1 << 30
 # A map may take this share of a parameter's bytes; a parameter that needs more is refused.
 _MAX_TABLE_SHARE = 1 / 16
 _MIN_TABLE_BYTES = 1 << 14
+# What the last pass loads repeats after so many elements, a prime: no layout moves by that.
+_CHECK_PERIOD = 65_521
+_TRANSFORMS = "the loader transforms what it writes to it"
 
 
 class Alphabet(NamedTuple):
@@ -172,7 +178,7 @@ class Prober:
         kept: list[dict[str, np.ndarray]] = []
         pass_count = max(family.pass_count for family in self._families.values())
         for number in range(pass_count):
-            self._load_pass(number)
+            self._load_all(self._probes(number))
             if number + 1 < pass_count:
                 kept.append(
                     {name: self._keep(parameter) for name, parameter in self._parameters.items()}
@@ -186,7 +192,41 @@ class Prober:
         places = {
             name: (parameter.dtype, parameter.count) for name, parameter in self._parameters.items()
         }
-        return IndexMap(tensors, places, np.concatenate(rows), self._refused)
+        return self._checked(IndexMap(tensors, places, np.concatenate(rows), self._refused))
+
+    def _checked(self, index_map: IndexMap) -> IndexMap:
+        """The map without the parameters that do not hold what it says."""
+        # Rounded to integers, tiny values are all alike; those that come now are not.
+        placed = {index_map.parameter_name(number) for number in set(index_map.runs[:, 1].tolist())}
+        others = {
+            name: self._keep(parameter)
+            for name, parameter in self._parameters.items()
+            if name not in placed and name not in self._refused
+        }
+        self._load_all(self._checks())
+        wrong = {
+            name
+            for name, before in others.items()
+            if any((a != b).any() for a, b in _pieces(before, self._parameters[name].words()))
+        }
+        live = LiveModel(self._parameters, index_map)
+        for name, value in self._checks():
+            if value.numel():
+                size = value.element_size()
+                words = value.reshape(-1).view(torch.uint8).numpy().view(f"u{size}")
+                wrong |= live.differing_parameters(name, words)
+        return index_map.without(dict.fromkeys(wrong, _TRANSFORMS)) if wrong else index_map
+
+    def _checks(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Values that follow no rule which a loader could know."""
+        noise = np.random.default_rng(0x7417).permutation(_CHECK_PERIOD)
+        for number, (name, (dtype, shape)) in enumerate(self._catalog.items()):
+            family = self._families.get("float" if dtype in _FLOATS else dtype)
+            if family is not None:
+                low, even, odd = family.alphabet
+                table = (low + noise % (even + odd)).astype(np.int32)
+                codes = np.resize(np.roll(table, -12_289 * number), _count(shape))
+                yield name, _as_tensor(codes, dtype).reshape(shape)
 
     def _make_families(self) -> dict[str, _Family]:
         numbers = {name: number for number, name in enumerate(self._catalog)}
@@ -196,7 +236,7 @@ class Prober:
         floats = NARROW if is_narrow else WIDE
         members: dict[str, dict[str, tuple[int, str, int]]] = {}
         for name, (dtype, shape) in self._catalog.items():
-            if dtype in _FLOATS or dtype in _ALPHABETS:
+            if can_probe(dtype):
                 key = "float" if dtype in _FLOATS else dtype
                 members.setdefault(key, {})[name] = (numbers[name], dtype, _count(shape))
         return {
@@ -204,10 +244,10 @@ class Prober:
             for key, tensors in members.items()
         }
 
-    def _load_pass(self, number: int) -> None:
+    def _load_all(self, probes: Iterator[tuple[str, torch.Tensor]]) -> None:
         try:
             with torch.no_grad():
-                self._load(self._probes(number))
+                self._load(probes)
         except Exception as error:
             raise EngineError(
                 f"the engine's loader failed on a probe: {type(error).__name__}: {error}"[:500]
@@ -237,7 +277,8 @@ class Prober:
         family = self._families.get("float" if parameter.dtype in _FLOATS else parameter.dtype)
         last = parameter.words()
         if family is None:
-            if any((a != b).any() for a, b in _pieces(before[0], last)):
+            # Beside each other: digits of every other pass may be the same.
+            if any((a != b).any() for a, b in _pieces(before[0], [*before, last][1])):
                 self._refused[name] = f"the loader writes {parameter.dtype} to it"
             return None
         # Passes beyond a family's own repeat its last one.
@@ -249,7 +290,7 @@ class Prober:
             ids = family.numbers(codes)
             is_written = codes[0] != codes[1]
             if (is_written & (ids < 0)).any():
-                self._refused[name] = "the loader transforms what it writes to it"
+                self._refused[name] = _TRANSFORMS
                 return None
             ids[~is_written] = -1
             rows.append(find_runs(ids, start))
@@ -266,7 +307,7 @@ class Prober:
         counts = np.zeros(len(self._catalog), np.int64)
         counts[family._owners] = family.counts()
         if (inside < 0).any() or (last >= counts[owners]).any():
-            self._refused[name] = "the loader transforms what it writes to it"
+            self._refused[name] = _TRANSFORMS
             return None
         rows = []
         # Runs of different tensors are never folded into one.
@@ -287,6 +328,11 @@ class Prober:
             self._refused[name] = f"its elements lie in {len(table)} pieces, which are too many"
             return None
         return table
+
+
+def can_probe(dtype: str) -> bool:
+    """Whether tensors of a dtype can spell their elements."""
+    return dtype in _FLOATS or dtype in _ALPHABETS
 
 
 def _cut(found: Int64s, family: _Family) -> Int64s:

@@ -52,14 +52,15 @@ class _Device:
         self._signed = words.itemsize > 1
         if not self._signed:
             self._words = self._words.view(torch.uint8)
+        self._new = self._words
 
     def swap(self) -> None:
         old = self._flat.index_select(0, self._at)
         self._flat.index_copy_(0, self._at, self._words)
         self._words = old
 
-    def is_done(self) -> bool:
-        return bool(torch.equal(self._flat.index_select(0, self._at), self._words))
+    def holds_new(self) -> bool:
+        return bool(torch.equal(self._flat.index_select(0, self._at), self._new))
 
 
 class Swap:
@@ -67,27 +68,43 @@ class Swap:
 
     Attributes:
         word_count: Words that will be exchanged; those that a model holds twice count twice.
+        is_swapped: Whether the parameters hold the new words.
     """
 
     def __init__(self, hosts: list[_Host], devices: list[_Device], word_count: int) -> None:
         self._hosts = hosts
         self._devices = devices
         self.word_count = word_count
+        self.is_swapped = False
         self._new = [host.words.copy() for host in hosts]
 
     def swap(self) -> None:
-        """Exchange the words in the parameters with those kept here. Nobody may use the model."""
-        _native.swap_words([(h.window, h.positions, h.words, h.word_bytes) for h in self._hosts])
-        for device in self._devices:
-            device.swap()
+        """Exchange the words in the parameters with those kept here. Nobody may use the model.
+
+        After an error, nothing is exchanged.
+        """
+        done: list[_Device] = []
+        try:
+            for device in self._devices:
+                device.swap()
+                done.append(device)
+            # This does everything or raises.
+            _native.swap_words(
+                [(h.window, h.positions, h.words, h.word_bytes) for h in self._hosts]
+            )
+        except BaseException:
+            for device in done:
+                device.swap()
+            raise
+        self.is_swapped = not self.is_swapped
 
     def holds_new(self) -> bool:
-        """Whether the parameters in memory hold the new words; reads them back one by one."""
+        """Whether the parameters hold the new words; reads them back one by one."""
         for host, new in zip(self._hosts, self._new, strict=True):
             words = host.window.view(f"u{host.word_bytes}")
             if not np.array_equal(words[host.positions], new.view(f"u{host.word_bytes}")):
                 return False
-        return True
+        return all(device.holds_new() for device in self._devices)
 
 
 class LiveModel:
@@ -148,8 +165,16 @@ class LiveModel:
             tensor: Its name.
             words: All of its words, unsigned integers.
         """
+        found = [positions for _, positions in self._differences(tensor, words)]
+        return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
+
+    def differing_parameters(self, tensor: str, words: Words) -> set[str]:
+        """The names of the parameters in which a tensor differs from what is held of it."""
+        numbers = {number for number, _ in self._differences(tensor, words)}
+        return {self.index_map.parameter_name(number) for number in numbers}
+
+    def _differences(self, tensor: str, words: Words) -> Iterator[tuple[int, Int64s]]:
         dtype = self.index_map.tensors[tensor][0]
-        found = [np.empty(0, np.int64)]
         for run in self.index_map.runs_of(tensor):
             parameter = self._parameters[run.parameter]
             for row, stop, column, end in _pieces(run):
@@ -159,8 +184,7 @@ class LiveModel:
                 held = _held(run, parameter, row, stop, column, end)
                 differ = np.flatnonzero(wanted != held)
                 if differ.size:
-                    found.append(positions(differ))
-        return np.unique(np.concatenate(found))
+                    yield run.parameter, positions(differ)
 
 
 def _windows(parameter: Parameter, at: Int64s, words: Words) -> Iterator[_Host]:

@@ -21,16 +21,21 @@ import numpy as np
 import torch
 
 from thinwire.checkpoint import Checkpoint
-from thinwire.engines.host import FOLDER_NAME, PLACES_SUFFIX
+from thinwire.engines.host import FOLDER_NAME, places_path
 from thinwire.engines.places import read_places
 from thinwire.engines.vllm.loading import loader_of, model_behind
-from thinwire.engines.vllm.messages import Message, Note, write_note
-from thinwire.errors import EngineError, ThinwireError
+from thinwire.engines.vllm.messages import Message, Note, RankFacts, write_note
+from thinwire.errors import EngineDetached, EngineError, ThinwireError
 from thinwire.torch.attached import WAYS, AttachedModel, Staged
 from thinwire.torch.index_map import Int64s
 from thinwire.torch.live import named_tensors
 
 _LOG = logging.getLogger("thinwire")
+
+# Seconds that a change waits for what runs beside. What it waits for should have ended before.
+_SETTLE_S = 30.0
+
+Do = Callable[[Message], RankFacts]
 
 
 class Backend:
@@ -54,7 +59,8 @@ class Backend:
         self._label = ""  # what the model holds exactly; empty: not known
         self._staged: tuple[Message, Staged, Checkpoint] | None = None
         self._applied: tuple[str, str, Staged] | None = None  # token, label before, what was done
-        self._is_active = False
+        self._number = 0  # of the last message
+        self._owner = ""  # of the driver that attached this rank
         self._beside: threading.Thread | None = None
 
     # What vLLM calls.
@@ -89,7 +95,6 @@ class Backend:
 
     def start_weight_update(self) -> None:
         """Begin an update; nothing is touched yet."""
-        self._is_active = True
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
         """Do what a message says. A note says what became of it, on every rank."""
@@ -104,14 +109,7 @@ class Backend:
         self._act(update_info)
 
     def finish_weight_update(self) -> None:
-        """End an update.
-
-        Raises:
-            RuntimeError: What the model holds is not known: it must not serve.
-        """
-        self._is_active = False
-        if self._attached is not None and not self._label:
-            raise RuntimeError("the last weight update failed and was not taken back")
+        """End an update. What became of it is in the notes, and the driver goes by these."""
 
     def shutdown(self) -> None:
         """Let go of everything."""
@@ -121,42 +119,96 @@ class Backend:
 
     def _act(self, message: Message) -> None:
         message.check()
+        if message.number <= self._number:
+            # It was held up somewhere, and its driver has gone on without it.
+            self._leave(message, "failed", error="a later message came before this one")
+            return
+        self._number = message.number
         if self._model is None:
             self._leave(message, "no-model")
             return
         beside = {"stage": self._stage, "prove": self._prove}
         if message.do in beside:
-            self._join()
             self._beside = threading.Thread(
-                target=self._noted,
-                args=(message, beside[message.do]),
+                target=self._noted_beside,
+                args=(message, beside[message.do], self._beside),
                 name=f"thinwire-{message.do}",
                 daemon=True,
             )
             self._beside.start()
             return
-        self._join()
-        here = {"attach": self._attach, "apply": self._apply, "undo": self._undo}
+        here = {
+            "meet": self._meet,
+            "attach": self._attach,
+            "apply": self._apply,
+            "undo": self._undo,
+        }
         self._noted(message, here[message.do])
 
-    def _noted(self, message: Message, do: Callable[[Message], Mapping[str, Any]]) -> None:
-        """Do something and leave a note of it. Never raises: ranks must stay in step."""
+    def _noted_beside(self, message: Message, do: Do, earlier: threading.Thread | None) -> None:
+        """As :meth:`_noted`, after an earlier one: the serving thread waits for none of them."""
+        if earlier is not None:
+            earlier.join()
+        try:
+            self._noted(message, do)
+        except ThinwireError:
+            _LOG.exception("thinwire: no note could be left")
+
+    def _noted(self, message: Message, do: Do) -> None:
+        """Do something and leave a note of it. Ranks must stay in step: nothing else is raised.
+
+        Raises:
+            StoreError: The note cannot be left.
+        """
         start_s = time.perf_counter()
         try:
             facts = do(message)
         except Exception as error:
             _LOG.exception("thinwire: %s failed", message.do)
-            reason = error.message if isinstance(error, ThinwireError) else repr(error)[:500]
-            hint = error.hint if isinstance(error, ThinwireError) else ""
-            self._leave(message, "failed", error=reason, hint=hint)
+            told = {"error": repr(error)[:500]}
+            if isinstance(error, ThinwireError):
+                told = {"code": error.code, "error": error.message, "hint": error.hint}
+            self._leave(message, "failed", **told)
         else:
-            seconds = time.perf_counter() - start_s
-            self._leave(message, "done", seconds=seconds, facts=dict(facts))
+            self._leave(message, "done", seconds=time.perf_counter() - start_s, facts=facts)
 
-    def _attach(self, message: Message) -> Mapping[str, Any]:
+    def _settle(self) -> None:
+        """Wait for what runs beside, but not for long.
+
+        Raises:
+            EngineError: It does not end.
+        """
+        if self._beside is not None:
+            self._beside.join(_SETTLE_S)
+            if self._beside.is_alive():
+                raise EngineError("a thread beside the serving one is still at work")
+
+    def _meet(self, message: Message) -> RankFacts:
+        if getattr(self._parallel, "enable_eplb", False):
+            raise EngineError(
+                "expert parallel load balancing moves experts while the engine serves",
+                hint="Start vLLM without --enable-eplb",
+            )
+        Checkpoint.open(Path(message.folder), ignore_subfolders=True)
+        return RankFacts()
+
+    def _check_attached(self, message: Message) -> AttachedModel:
+        """Raise EngineDetached unless this rank is attached, by the message's owner."""
+        if self._attached is None or not self._label:
+            raise EngineDetached("this rank was not attached, or was started again")
+        if message.owner != self._owner:
+            raise EngineDetached("another driver attached this rank")
+        assert self._model is not None
+        if not self._attached.is_of(named_tensors(self._model)):
+            raise EngineDetached("the model's parameters were replaced since it was attached")
+        return self._attached
+
+    def _attach(self, message: Message) -> RankFacts:
+        self._settle()
         assert self._model is not None
         folder = Path(message.folder)
         self._label, self._staged, self._applied = "", None, None
+        self._owner = message.owner
         ways = [way for way in WAYS if way in message.ways] if message.ways else WAYS
         copy = Checkpoint.open(folder, ignore_subfolders=True)
         with self._config(), torch.no_grad():
@@ -172,74 +224,97 @@ class Backend:
             raise EngineError(f"{differing} words differ from the host's copy after attaching")
         copy.check_unchanged()
         self._attached, self._label = attached, message.label
-        held = attached.held_counts()
-        return {**msgspec.to_builtins(_facts(facts)), "held": held}
+        return RankFacts(
+            way=facts.way,
+            reason=facts.reason,
+            run_count=facts.run_count,
+            map_bytes=facts.map_bytes,
+            is_cached=facts.is_cached,
+            probe_s=facts.probe_s,
+            dense_s=facts.dense_s,
+            refused=dict(list(facts.refused.items())[:20]),
+            loose=len(facts.loose),
+            held=attached.held_counts(),
+            unseen=attached.unseen_count(),
+        )
 
-    def _stage(self, message: Message) -> Mapping[str, Any]:
-        if self._attached is None or not self._label:
-            raise EngineError("this rank was not attached, or was started again")
+    def _stage(self, message: Message) -> RankFacts:
+        attached = self._check_attached(message)
         if message.base and message.base != self._label:
-            raise EngineError(
+            raise EngineDetached(
                 f"the update starts from {message.base}, this rank is at {self._label}"
             )
         self._staged = None
         folder = Path(message.folder)
         copy = Checkpoint.open(folder, ignore_subfolders=True)
         places = self._places(folder, message) if message.base else None
-        staged = self._attached.stage(copy, places)
-        self._staged = (message, staged, copy)
-        count = staged.swap.word_count if staged.swap else 0
-        return {"swap_count": count, "dense": len(staged.dense), "patches": len(staged.patches)}
+        staged = attached.stage(copy, places)
+        # A driver that gave up waiting may have gone on with the copy meanwhile.
+        copy.check_unchanged()
+        if message.number == self._number:
+            self._staged = (message, staged, copy)
+        return RankFacts(swap_count=staged.swap.word_count if staged.swap else 0)
 
-    def _apply(self, message: Message) -> Mapping[str, Any]:
+    def _apply(self, message: Message) -> RankFacts:
+        self._settle()
         if self._staged is None or self._staged[0].token != message.token:
             raise EngineError("this update was not staged on this rank")
-        assert self._attached is not None
+        attached = self._check_attached(message)
         asked, staged, copy = self._staged
         before = self._label
         self._staged, self._label = None, ""
         self._applied = (message.token, before, staged)
         with self._config():
-            self._attached.apply(staged, copy)
+            attached.apply(staged, copy)
         self._label = asked.label
-        return {}
+        return RankFacts()
 
-    def _undo(self, message: Message) -> Mapping[str, Any]:
+    def _undo(self, message: Message) -> RankFacts:
+        self._staged = None
         if self._applied is None or self._applied[0] != message.token:
-            # It never came to it here.
+            # It never came to it here, and will not.
             if not self._label:
                 raise EngineError("what this rank holds is not known")
-            return {}
+            return RankFacts()
         assert self._attached is not None
         _, before, staged = self._applied
         self._label = ""
         if not self._attached.undo(staged):
             raise EngineError("this update cannot be taken back")
         self._label, self._applied = before, None
-        return {}
+        return RankFacts()
 
-    def _prove(self, message: Message) -> Mapping[str, Any]:
-        if self._attached is None or self._label != message.label:
-            raise EngineError(f"this rank holds {self._label or 'no known version'}")
+    def _prove(self, message: Message) -> RankFacts:
+        label = self._label
+        if label != message.label:
+            raise EngineDetached(f"this rank holds {label or 'no known version'}")
+        if self._attached is None:
+            raise EngineDetached("this rank was not attached")
+        applied = self._applied
+        unseen = self._attached.unseen_count()
+        if message.scope == "changes" and applied is not None and applied[0] == message.token:
+            swap = applied[2].swap
+            if applied[2].can_be_undone and swap is not None:
+                differing = 0 if swap.holds_new() else swap.word_count
+                return RankFacts(differing=differing, unseen=unseen)
         copy = Checkpoint.open(Path(message.folder), ignore_subfolders=True)
-        differing = self._attached.differing_count(copy)
+        found = self._attached.differing_count(copy)
         copy.check_unchanged()
-        return {"differing": differing}
+        # A driver that takes over has proved what it drives: it needs no attachment of its own.
+        self._owner = message.owner
+        return RankFacts(differing=found, unseen=unseen)
 
     def _places(self, folder: Path, message: Message) -> dict[str, Int64s | None]:
+        assert self._attached is not None
         found: dict[str, list[Int64s] | None] = {}
-        path = folder / FOLDER_NAME / "updates" / f"{message.token}{PLACES_SUFFIX}"
-        for block in read_places(path):
+        for block in read_places(places_path(folder, message.token)):
+            if not self._attached.holds(block.name):
+                continue
             if block.positions is None:
                 found[block.name] = None
             elif (parts := found.setdefault(block.name, [])) is not None:
                 parts.append(block.positions.astype(np.int64) + block.first_word)
         return {name: _joined(parts) for name, parts in found.items()}
-
-    def _join(self) -> None:
-        if self._beside is not None:
-            self._beside.join()
-            self._beside = None
 
     def _leave(self, message: Message, state: Any, **more: Any) -> None:
         note = Note(
@@ -250,10 +325,7 @@ class Backend:
             label=self._label,
             **more,
         )
-        try:
-            write_note(Path(message.folder), note)
-        except ThinwireError:
-            _LOG.exception("thinwire: no note could be left")
+        write_note(Path(message.folder), note)
 
     def _rank(self) -> int:
         parallel = self._parallel
@@ -292,11 +364,3 @@ def _joined(parts: Iterable[Int64s] | None) -> Int64s | None:
     joined = np.concatenate(found)
     # Blocks of one update follow each other; those of several may name a word twice.
     return joined if bool((joined[1:] > joined[:-1]).all()) else np.unique(joined)
-
-
-def _facts(facts: Any) -> dict[str, Any]:
-    told = {name: getattr(facts, name) for name in facts.__dataclass_fields__}
-    told["refused"] = dict(list(facts.refused.items())[:20])
-    told["loose"] = list(facts.loose)[:20]
-    told["absent"] = list(facts.absent)[:20]
-    return told

@@ -13,19 +13,31 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from thinwire.checkpoint import Checkpoint
 from thinwire.engines.engine import EngineState, Policy, Timer, Update
 from thinwire.engines.http import EngineHttp
-from thinwire.engines.vllm.messages import Do, Note, read_note
-from thinwire.errors import EngineError, EngineUnreachable, InvalidArgument, ThinwireError
+from thinwire.engines.vllm.messages import Do, Note, RankFacts, read_note
+from thinwire.errors import (
+    EngineDetached,
+    EngineError,
+    EngineUnreachable,
+    InvalidArgument,
+    TensorMismatch,
+    ThinwireError,
+)
 
 _LOG = logging.getLogger("thinwire")
 
 # Notes are looked for this often, at first, and at most this rarely.
 _LOOK_S = 0.002
 _MAX_LOOK_S = 0.1
+# How long a note may take to show once the call was answered.
+_GRACE_S = 2.0
+_MAX_RANKS = 1 << 14
+_BESIDE = ("stage", "prove")
+_DETACHED = (EngineDetached.code, TensorMismatch.code)
 _DEV_HINT = (
     "Start vLLM with VLLM_SERVER_DEV_MODE=1 and "
     """--weight-transfer-config '{"backend": "thinwire"}'"""
@@ -42,6 +54,8 @@ class VLLM:
         api_key: What it was started with, where it was.
         ways: The ways that weights may be changed, of "map", "dense", "patches" and "reload"; see
             :mod:`thinwire.torch.attached`. Empty: all.
+        prove: What is compared after an update: "all" words, which reads the whole model once
+            beside the serving, or the "changes", which costs what changed.
 
     Raises:
         InvalidArgument: There is no such way, or the endpoint is no address.
@@ -55,18 +69,23 @@ class VLLM:
         *,
         api_key: str | None = None,
         ways: Sequence[str] = (),
+        prove: Literal["all", "changes"] = "all",
     ) -> None:
         if unknown := set(ways) - {"map", "dense", "patches", "reload"}:
             raise InvalidArgument(f"{sorted(unknown)[0]!r} is no way of changing weights")
         self.endpoint = endpoint
+        if prove not in ("all", "changes"):
+            raise InvalidArgument(f"{prove!r} cannot be proved", hint='Give "all" or "changes"')
         self._ways = list(ways)
+        self._scope = prove
         self._http = EngineHttp(
             endpoint, key=api_key, key_hint="Give the key that vLLM was started with (--api-key)"
         )
+        self._owner = secrets.token_hex(8)
         self._boots: dict[int, str] = {}
         self._goes_through_update = False  # before vLLM 0.26
-        self.facts: list[dict[str, Any]] = []
-        """What each rank found out when it was attached."""
+        self.facts: list[RankFacts] = []
+        """What each rank found out when it was attached, by rank."""
 
     def close(self) -> None:
         """Close connections."""
@@ -79,30 +98,57 @@ class VLLM:
         """
         label = self._get("/weight_info", timer).get("weight_version")
         is_paused = self._get("/is_paused", timer).get("is_paused")
-        return EngineState("", str(label), bool(is_paused))
+        # Where it can sleep at all.
+        sleeping = self._http.call("GET", "/is_sleeping", timer=timer, ok=(200, 404))
+        is_asleep = isinstance(sleeping, Mapping) and sleeping.get("is_sleeping")
+        return EngineState("", str(label), bool(is_paused or is_asleep))
+
+    def check_policy(self, policy: Policy) -> None:
+        """vLLM can carry out every policy."""
+
+    def meet(self, update: Update, timer: Timer) -> None:
+        """Ask every rank whether it sees the host's copy and can leave notes there."""
+        if not self._goes_through_update:
+            with suppress(_NoModel):
+                self._tell("meet", update, timer)
 
     def attach(self, update: Update, timer: Timer) -> None:
         """Have every rank find its index map and bring itself to the host's copy."""
         self._boots = {}
+        # What an earlier update may have left open would refuse the next one.
+        with suppress(ThinwireError):
+            self._end(timer)
         try:
             notes = self._tell("attach", update, timer)
         except _NoModel:
             self._goes_through_update = True
             notes = self._tell("attach", update, timer)
         self._boots = {note.rank: note.boot for note in notes}
-        self.facts = [dict(note.facts, rank=note.rank, seconds=note.seconds) for note in notes]
+        self.facts = [note.facts for note in notes]
         for note in notes:
-            facts = {k: v for k, v in note.facts.items() if k not in ("refused", "held")}
-            _LOG.info("rank %d attached in %.2f s: %s", note.rank, note.seconds, facts)
-            for name, why in note.facts.get("refused", {}).items():
+            found = note.facts
+            _LOG.info(
+                "rank %d attached in %.2f s: way %s, %d runs, %d bytes, cached %s",
+                *(note.rank, note.seconds, found.way, found.run_count, found.map_bytes),
+                found.is_cached,
+            )
+            if found.reason:
+                _LOG.warning("rank %d has no index map: %s", note.rank, found.reason)
+            for name, why in found.refused.items():
                 _LOG.warning("rank %d: parameter %s is not placed: %s", note.rank, name, why)
-        self._check_held(notes, update.folder)
+            if found.unseen:
+                _LOG.warning(
+                    "rank %d: %d elements of the model cannot be compared", note.rank, found.unseen
+                )
+        self._check_held(notes, update.folder, timer)
 
-    def _check_held(self, notes: Sequence[Note], folder: Path) -> None:
+    def _check_held(self, notes: Sequence[Note], folder: Path, timer: Timer) -> None:
         """Say which elements no rank holds: an engine may drop some, but nobody should wonder."""
-        if any(note.facts.get("way") != "map" or note.facts.get("loose") for note in notes):
+        if any(note.facts.way != "map" or note.facts.loose for note in notes):
             return
-        parts = [note.facts.get("held", {}) for note in notes]
+        size = self._world_size(timer, of_replica=True)
+        # Each data-parallel replica holds the model.
+        parts = [note.facts.held for note in notes[:size]]
         names = set().union(*parts)
         if not names:
             return
@@ -137,15 +183,15 @@ class VLLM:
         except EngineError as error:
             _LOG.warning("the update cannot be taken back: %s", error)
             return False
-        finally:
-            # Ranks that had no part in the failure still wait for the end.
-            with suppress(ThinwireError):
-                self._end(timer)
+        # Ranks that had no part in the failure still wait for the end.
+        with suppress(ThinwireError):
+            self._end(timer)
         return True
 
     def empty_caches(self, policy: Policy, timer: Timer) -> None:
         """Empty prefix, KV and encoder caches; what running requests had is computed again."""
-        params = {"reset_running_requests": "true"}
+        # An offloading tier's keys are as old as the others.
+        params = {"reset_running_requests": "true", "reset_external": "true"}
         done = self._http.call("POST", "/reset_prefix_cache", timer=timer, params=params)
         if isinstance(done, Mapping) and done.get("success") is False:
             raise EngineError(
@@ -164,25 +210,32 @@ class VLLM:
         self._http.call("POST", "/resume", timer=timer)
 
     def prove(self, update: Update, timer: Timer) -> bool | None:
-        """Have every rank compare its parameters with the host's copy."""
-        differing = [note.facts.get("differing") for note in self._tell("prove", update, timer)]
-        if any(count for count in differing):
+        """Have every rank compare its parameters with the host's copy.
+
+        None: there are parameters that the index map does not show, or there is none.
+        """
+        notes = self._tell("prove", update, timer)
+        if not self._boots:
+            # Attached by a sidecar before this one, and right.
+            self._boots = {note.rank: note.boot for note in notes}
+        facts = [note.facts for note in notes]
+        differing = [found.differing for found in facts]
+        if any(differing):
             _LOG.error("words that differ from the host's copy, by rank: %s", differing)
             return False
-        return None if None in differing else True
+        is_whole = None not in differing and not any(found.unseen for found in facts)
+        return True if is_whole else None
 
     def _tell(self, do: Do, update: Update, timer: Timer) -> list[Note]:
         """Tell all ranks what to do, and wait for their notes."""
         if self._goes_through_update:
             self._begin(timer)
-            try:
-                notes = self._update(do, update, timer)
-            finally:
+            notes = self._update(do, update, timer)
+            with suppress(ThinwireError):
                 self._end(timer)
             return notes
         message = self._message(do, update)
-        body = {"init_info": message}
-        self._call_dev("/init_weight_transfer_engine", timer, json=body)
+        self._call_dev("/init_weight_transfer_engine", timer, json={"init_info": message})
         return self._notes(message, update.folder, timer)
 
     def _update(self, do: Do, update: Update, timer: Timer) -> list[Note]:
@@ -193,7 +246,15 @@ class VLLM:
     def _begin(self, timer: Timer) -> None:
         # Releases before 0.26 ask for the format; ours is neither of theirs.
         body = {"is_checkpoint_format": False}
-        self._call_dev("/start_weight_update", timer, json=body, ok=(200, 404))
+        try:
+            self._call_dev("/start_weight_update", timer, json=body, ok=(200, 404))
+        except EngineUnreachable:
+            raise
+        except EngineError as error:
+            raise EngineError(
+                f"vLLM does not begin a weight update: {error.message}",
+                hint="Does somebody else update its weights? Only one driver may",
+            ) from error
 
     def _end(self, timer: Timer) -> None:
         self._http.call("POST", "/finish_weight_update", timer=timer, json={}, ok=(200, 404))
@@ -203,24 +264,27 @@ class VLLM:
             "do": do,
             "token": update.token,
             "call": secrets.token_hex(8),
+            # Of this machine's clock: those of a sidecar before this one are lower.
+            "number": time.time_ns(),
+            "owner": self._owner,
             "folder": str(update.folder),
             "base": update.base,
             "label": update.label,
             "ways": self._ways,
+            "scope": self._scope,
         }
 
     def _notes(self, message: Mapping[str, Any], folder: Path, timer: Timer) -> list[Note]:
         """The answers of all ranks to one message.
 
         Raises:
-            EngineError: A rank failed, or was started again.
+            EngineDetached: A rank is not attached, was started again, or holds something else.
+            EngineError: A rank failed, or leaves no note.
             Deadline: They are not all there.
         """
-        world_size = int(self._get("/get_world_size", timer).get("world_size", 0))
-        if not 0 < world_size < 1 << 20:
-            raise EngineError(f"vLLM says that it has {world_size} ranks")
+        world_size = self._world_size(timer)
         found: dict[int, Note] = {}
-        wait_s = _LOOK_S
+        wait_s, end_s = _LOOK_S, time.monotonic() + _GRACE_S
         while True:
             for rank in range(world_size):
                 note = None if rank in found else read_note(folder, rank)
@@ -228,6 +292,14 @@ class VLLM:
                     found[rank] = note
             if len(found) == world_size:
                 break
+            if message["do"] not in _BESIDE and time.monotonic() > end_s:
+                # It answered, so it is done; a note that is not here now never will be.
+                missing = sorted(set(range(world_size)) - found.keys())[:8]
+                raise EngineError(
+                    f"ranks {missing} leave no note in {folder}",
+                    hint="Every rank must see the driver's folder under the same path, and be "
+                    "allowed to write to .thinwire-engine in it; one server's ranks only",
+                )
             timer.left_s()
             time.sleep(wait_s)
             wait_s = min(wait_s * 1.3, _MAX_LOOK_S)
@@ -238,18 +310,27 @@ class VLLM:
         self._check(notes, message["do"])
         return notes
 
+    def _world_size(self, timer: Timer, *, of_replica: bool = False) -> int:
+        params = {"include_dp": "false" if of_replica else "true"}
+        answer = self._call_dev("/get_world_size", timer, method="GET", params=params)
+        size = answer.get("world_size") if isinstance(answer, Mapping) else None
+        if not isinstance(size, int) or not 0 < size <= _MAX_RANKS:
+            raise EngineError(f"vLLM says that it has {size!r} ranks")
+        return size
+
     def _check(self, notes: Sequence[Note], do: str) -> None:
         if any(note.state == "no-model" for note in notes):
             raise _NoModel("vLLM has not told the backend its model yet")
         for note in notes:
             if note.state == "failed":
-                raise EngineError(
+                kind = EngineDetached if note.code in _DETACHED else EngineError
+                raise kind(
                     f"rank {note.rank} could not {do}: {note.error}",
                     hint=note.hint or "Look into vLLM's log",
                     rank=note.rank,
                 )
             if self._boots and self._boots.get(note.rank) != note.boot:
-                raise EngineError(f"rank {note.rank} was started again", rank=note.rank)
+                raise EngineDetached(f"rank {note.rank} was started again", rank=note.rank)
 
     def _get(self, route: str, timer: Timer) -> Mapping[str, Any]:
         answer = self._call_dev(route, timer, method="GET")
