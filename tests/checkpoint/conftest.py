@@ -1,12 +1,25 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from thinwire.checkpoint import diff_checkpoint
 
 from .making import MIXED, MIXED_NEW, pack, write_folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_waiting_for_disks() -> Iterator[None]:
+    """Processes are killed here by the thousand, the power is not cut: what was written stays.
+
+    The descriptor must be an open one nevertheless.
+    """
+    with mock.patch.object(os, "fsync", os.fstat):
+        yield
 
 
 @pytest.fixture

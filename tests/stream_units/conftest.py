@@ -10,7 +10,7 @@ import pytest
 from .making import Arrays, DictStore, history, maintained, published
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _no_waiting_for_disks() -> Iterator[None]:
     """Power cuts are not tested here, and hundreds of versions are published."""
     with mock.patch.object(os, "fsync", return_value=None):

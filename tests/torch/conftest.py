@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _no_waiting_for_disks() -> Iterator[None]:
     """Power cuts are not tested here, and hundreds of versions are published."""
     with mock.patch.object(os, "fsync", return_value=None):

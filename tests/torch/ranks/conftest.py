@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="torch is not installed: publishing from ran
 from .harness import Host, Job
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _no_waiting_for_disks() -> Iterator[None]:
     """Power cuts are not tested here."""
     with mock.patch.object(os, "fsync", return_value=None):

@@ -8,6 +8,7 @@ everything that still runs is killed.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     os.fsync = lambda fd: None  # type: ignore[assignment]  # power cuts are not tested here
+    # Else torch imports it in each rank, at the first collective call: half of what jobs cost.
+    importlib.import_module("torch._dynamo")
     from ranks import programs, worker
 
     running: set[int] = set()
