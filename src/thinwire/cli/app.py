@@ -25,6 +25,7 @@ from thinwire.cli.log import log
 from thinwire.cli.maintain import maintain
 from thinwire.cli.policy import policy
 from thinwire.cli.publish import publish
+from thinwire.cli.serve import serve
 from thinwire.cli.verify import verify
 
 
@@ -81,7 +82,7 @@ for command in (diff, apply, inspect, verify, bench):
     app.command()(command)
 for stream_command in (publish, follow, log, cat, maintain, policy, fsck, keygen):
     app.command(rich_help_panel="Streams")(stream_command)
-for engine_command in (attach,):
+for engine_command in (attach, serve):
     app.command(rich_help_panel="Engines")(engine_command)
 
 

@@ -118,6 +118,16 @@ def attach(
             help="How vLLM's weights may be changed; default: the best that works. Repeatable.",
         ),
     ] = None,
+    unfed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--unfed",
+            metavar="PATTERN",
+            show_default=False,
+            help='Parameters of vLLM like this, such as "vision_tower.*", stay as it has them: the '
+            "stream does not hold them. Repeatable.",
+        ),
+    ] = None,
     prove: Annotated[
         ProofKind,
         typer.Option(
@@ -196,7 +206,8 @@ def attach(
         from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES
 
         policy = Policy(cache=cache.value, pause=pause.value)
-        driven = _engine(engine, endpoint, [w.value for w in way or ()], prove)
+        ways = [kind.value for kind in way or ()]
+        driven = _engine(engine, endpoint, ways, unfed or [], prove)
         on_ready = _ready_file(ready_file)
         logger, observer = stack.enter_context(observing(log_level, metrics_port))
         driver = stack.enter_context(
@@ -233,15 +244,23 @@ def attach(
         logger.info("stopped")
 
 
-def _engine(kind: EngineKind, endpoint: str | None, ways: list[str], prove: ProofKind) -> Engine:
+def _engine(
+    kind: EngineKind, endpoint: str | None, ways: list[str], unfed: list[str], prove: ProofKind
+) -> Engine:
     key = os.environ.get(API_KEY_VARIABLE) or None
     if kind is EngineKind.VLLM:
         from thinwire.engines.vllm import VLLM
 
-        return VLLM(endpoint or "http://127.0.0.1:8000", api_key=key, ways=ways, prove=prove.value)
-    if ways or prove is not ProofKind.ALL:
+        return VLLM(
+            endpoint or "http://127.0.0.1:8000",
+            api_key=key,
+            ways=ways,
+            unfed=unfed,
+            prove=prove.value,
+        )
+    if ways or unfed or prove is not ProofKind.ALL:
         raise InvalidArgument(
-            "--way and --prove are for vLLM",
+            "--way, --unfed and --prove are for vLLM",
             hint="SGLang loads whole checkpoints, and shows what it likes of them",
         )
     from thinwire.engines.sglang import SGLang

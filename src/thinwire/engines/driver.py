@@ -82,6 +82,7 @@ class Driver:
         self._is_suspect = False
         self._unproved: Served | None = None
         self._failure_count = 0
+        self._refusal_count = 0
         self._next_try_s = 0.0
         self._miss_count = 0
         self._lock = threading.Lock()  # held by whoever asks the engine something
@@ -148,7 +149,7 @@ class Driver:
                         raise
                     # The engine serves something right: that must not end with the stream.
                     self._refused(error)
-                    self._is_stopped.wait(self._back_off())
+                    yield from self._look_after(look_s)
         finally:
             is_ended.set()
             watcher.join()
@@ -186,20 +187,31 @@ class Driver:
 
     def _follow(self, poll_s: float, look_s: float) -> Iterator[Served]:
         for _ in self.follower.watch(poll_s=poll_s, idle_s=look_s):
-            if time.monotonic() < self._next_try_s:
-                continue
-            # Not what the follower yielded: a way of several steps may have ended in between.
-            held = self.follower.version()
-            if held is None:
-                continue
-            try:
-                served = self.bring_to(held)
-            except ThinwireError as error:
-                self._failed(held, error)
-                continue
-            self._failure_count = 0
-            if served is not None:
-                yield served
+            self._refusal_count = 0
+            yield from self._try()
+
+    def _look_after(self, look_s: float) -> Iterator[Served]:
+        """While the stream cannot be followed, keep the engine at what the host's copy holds."""
+        self._refusal_count += 1
+        end_s = time.monotonic() + _wait_s(self._refusal_count)
+        while time.monotonic() < end_s and not self._is_stopped.wait(look_s):
+            yield from self._try()
+
+    def _try(self) -> Iterator[Served]:
+        if time.monotonic() < self._next_try_s:
+            return
+        # Not what the follower yielded: a way of several steps may have ended in between.
+        held = self.follower.version()
+        if held is None:
+            return
+        try:
+            served = self.bring_to(held)
+        except ThinwireError as error:
+            self._failed(held, error)
+            return
+        self._failure_count = 0
+        if served is not None:
+            yield served
 
     def _bring_to(self, version: Version) -> Served | None:
         update = self.host.update_to(version)
@@ -230,7 +242,7 @@ class Driver:
         try:
             served = self._walk.to(update, self._served)
         except EngineError as error:
-            if not isinstance(error, EngineDetached | EngineNotReady) and update.base:
+            if type(error) is EngineError and update.base:
                 # Whatever was noted down may be at fault: all words can be compared instead.
                 self.host.forget_changes()
             raise
@@ -325,7 +337,7 @@ class Driver:
 
     def _back_off(self) -> float:
         self._failure_count += 1
-        wait_s = min(2.0 ** (self._failure_count - 1), _MAX_WAIT_S)
+        wait_s = _wait_s(self._failure_count)
         self._next_try_s = time.monotonic() + wait_s
         return wait_s
 
@@ -382,3 +394,7 @@ class Driver:
                 self._on_ready(is_ready)
             except Exception:
                 _LOG.exception("on_ready failed")
+
+
+def _wait_s(failure_count: int) -> float:
+    return float(min(2.0 ** min(failure_count - 1, 10), _MAX_WAIT_S))

@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,21 +27,24 @@ from thinwire.checkpoint import Checkpoint
 from thinwire.codec.dtypes import dtype_named
 from thinwire.errors import EngineError, TensorMismatch
 from thinwire.torch.index_map import IndexMap, Int64s
-from thinwire.torch.live import Parameter, converted, parameters_of, torch_dtype
+from thinwire.torch.live import Parameter, parameters_of, torch_dtype
 from thinwire.torch.map_file import read_map, write_map
 from thinwire.torch.probing import Load, Prober, can_probe
+from thinwire.torch.samples import Sample, digest_of, moved_parameters
 from thinwire.torch.scatter import Change, LiveModel, Swap, Words
 
 Way = Literal["map", "dense", "patches", "reload"]
 WAYS: tuple[Way, ...] = ("map", "dense", "patches", "reload")
 
-# Words of a parameter that are compared to find out whether its layout is the loader's.
-_SAMPLES = 256
-_ENOUGH_SAMPLES = 16
-# What counts as about the same value: all words of an FP32 tensor change with every version.
-_NEAR = 1 / 8
-# Of words that were measured to find out what exchanging one costs.
+# Of words that are exchanged with themselves, to find out what one costs.
 _MEASURED_SHARE = 0.01
+_MEASURED_TIMES = 3
+# Beyond this share of a tensor, it is loaded whole rather than word by word.
+_DENSE_SHARE = 1 / 20
+# Loading is chosen over exchanging words only where it is so many times quicker.
+_DENSE_MARGIN = 4
+# Parameters of fewer elements are scales and the like, which an engine makes by itself.
+_SCALE_ELEMENTS = 256
 
 
 class Patch(NamedTuple):
@@ -62,6 +66,7 @@ class Loader:
         patch: Loads changed words; None: the engine has no such function.
         reload: Loads all tensors and processes them as after a start; None: it cannot.
         synchronize: Waits for the device.
+        tensors: Gives the model's tensors as they are now; None: they are never replaced.
     """
 
     identity: str
@@ -69,6 +74,7 @@ class Loader:
     patch: Callable[[Sequence[Patch]], object] | None = None
     reload: Load | None = None
     synchronize: Callable[[], None] = field(default=lambda: None)
+    tensors: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +92,7 @@ class Facts:
         refused: Parameters that cannot be placed, with why.
         loose: Tensors that go the dense way.
         absent: Tensors of which nothing is held here.
-        changed_count: Words that differed from the host's copy.
+        uncovered: Parameters that no tensor feeds, with their elements.
     """
 
     way: Way
@@ -99,7 +105,7 @@ class Facts:
     refused: Mapping[str, str] = field(default_factory=dict)
     loose: Sequence[str] = ()
     absent: Sequence[str] = ()
-    changed_count: int = 0
+    uncovered: Mapping[str, int] = field(default_factory=dict)
 
 
 class Staged(NamedTuple):
@@ -125,6 +131,8 @@ class AttachedModel:
         loader: What the engine can do.
         cache: A folder for maps that were found.
         ways: The ways that may be taken.
+        buffers: Which of the tensors are buffers: they need not be fed by the checkpoint.
+        unfed: Shell patterns of parameters that need not be, either.
     """
 
     def __init__(
@@ -133,7 +141,12 @@ class AttachedModel:
         loader: Loader,
         cache: Path,
         ways: Sequence[Way] = WAYS,
+        *,
+        buffers: Collection[str] = (),
+        unfed: Sequence[str] = (),
     ) -> None:
+        self._buffers = frozenset(buffers)
+        self._unfed = tuple(unfed)
         self._tensors = dict(tensors)
         self._loader = loader
         self._cache = cache
@@ -191,22 +204,27 @@ class AttachedModel:
             if way == "patches":
                 return Staged(None, [], self._patches(copy, places), touched)
             return Staged(None, touched, [], touched)
-        loose = [name for name in self._loose if name in places]
+        whole = [name for name in self._loose if name in places]
         changes = []
         for name, positions in places.items():
             words = _words(copy, name)
-            at = live.differences(name, words) if positions is None else positions
+            if positions is None:
+                at = live.differences(name, words)
+                if "dense" in self._ways and at.size > words.size * _DENSE_SHARE:
+                    # Positions would take several times the memory of the tensor.
+                    whole.append(name)
+                    continue
+            else:
+                at = positions
             if at.size:
                 changes.append(Change(name, at, words[at]))
-        word_count = _count(changes)
+        swap = live.prepare(changes)
         byte_count = sum(copy.tensors[change.tensor].data.size for change in changes)
-        is_dense = "dense" in self._ways and self._swap_s_per_word > 0
-        if (
-            is_dense
-            and word_count * self._swap_s_per_word > byte_count * self._dense_s_per_byte > 0
-        ):
-            return Staged(None, [change.tensor for change in changes] + loose, [], list(places))
-        return Staged(live.prepare(changes), loose, [], list(places))
+        swap_s = swap.word_count * self._swap_s_per_word
+        # What can be undone is worth something.
+        if "dense" in self._ways and swap_s > _DENSE_MARGIN * byte_count * self._dense_s_per_byte:
+            return Staged(None, [change.tensor for change in changes] + whole, [], list(places))
+        return Staged(swap, whole, [], list(places))
 
     def apply(self, staged: Staged, copy: Checkpoint) -> None:
         """Take a staged way. Nobody may use the model meanwhile.
@@ -261,11 +279,11 @@ class AttachedModel:
 
     def unseen_count(self) -> int:
         """Elements of the model that :meth:`differing_count` cannot see."""
-        live = self._live
-        if live is None:
+        if self._live is None or self.facts is None:
             return sum(tensor.numel() for tensor in self._tensors.values())
-        refused = {} if self.facts is None else self.facts.refused
-        return sum(self._tensors[name].numel() for name in refused if name in self._tensors)
+        refused = [name for name in self.facts.refused if name in self._tensors]
+        unplaced = sum(self._tensors[name].numel() for name in refused)
+        return unplaced + sum(self.facts.uncovered.values())
 
     def differing_count(self, copy: Checkpoint, tensors: Iterable[str] | None = None) -> int | None:
         """How many words differ from the host's copy, as far as the map shows; None: it has none.
@@ -282,29 +300,38 @@ class AttachedModel:
 
     def _attach_with_map(self, copy: Checkpoint) -> Facts:
         parameters, unseen = parameters_of(self._tensors.items())
+        samples = {name: Sample(parameter) for name, parameter in parameters.items()}
         path = self._cache / f"{self._key(parameters)}.map"
         index_map = read_map(path)
-        probe_s, dense_s = 0.0, None
-        samples = {name: _Sample(parameter) for name, parameter in parameters.items()}
-        if index_map is not None and _moved(samples, index_map, copy):
+        probe_s, dense_s = 0.0, self._load_all(copy)
+        if index_map is not None and self._misplaced(LiveModel(parameters, index_map), copy):
+            # What the engine's own loader wrote is not where the map says.
             index_map = None
         is_cached = index_map is not None
         if index_map is None:
-            index_map, probe_s, dense_s = self._find_map(parameters, unseen, samples, copy)
+            index_map, probe_s = self._find_map(parameters, unseen, copy)
+            self._load_all(copy)
+            changed = self._misplaced(LiveModel(parameters, index_map), copy)
+            index_map = index_map.without(
+                dict.fromkeys(changed, "the loader changes some of the values that it writes to it")
+            )
+        is_asked = any(count and can_probe(dtype) for dtype, count in index_map.tensors.values())
+        if is_asked and parameters and not len(index_map.runs) and not index_map.refused:
+            raise EngineError(
+                "the engine's loader put no tensor of the checkpoint anywhere",
+                hint="Are the tensors' names those that the engine loads?",
+            )
+        self._check_layout(copy, parameters, samples, index_map)
+        if not is_cached:
             write_map(path, index_map)
-        live = LiveModel(parameters, index_map)
-        changes = self._differing(live, copy)
-        self._bring(live, copy, changes)
-        absent = [name for name in self._catalog if not index_map.held_count(name)]
+        uncovered = self._uncovered(parameters, index_map)
         # Which tensors feed what could not be placed is not known: those not found in full.
         self._loose = [
             name
             for name, (dtype, count) in index_map.tensors.items()
             if not can_probe(dtype) or (index_map.refused and index_map.held_count(name) < count)
         ]
-        if self._loose:
-            self._load(copy, self._loose)
-            absent = [name for name in absent if name not in self._loose]
+        live = LiveModel(parameters, index_map)
         self._live = live
         self._measure(live, copy)
         return Facts(
@@ -315,9 +342,13 @@ class AttachedModel:
             probe_s=probe_s,
             dense_s=dense_s,
             refused={**index_map.refused, **unseen},
+            uncovered=uncovered,
             loose=tuple(self._loose),
-            absent=tuple(absent),
-            changed_count=_count(changes),
+            absent=tuple(
+                name
+                for name in self._catalog
+                if not index_map.held_count(name) and name not in self._loose
+            ),
         )
 
     def _attach_without_map(self, copy: Checkpoint, reason: str) -> Facts:
@@ -331,93 +362,134 @@ class AttachedModel:
         if possible[0] == "reload":
             self._reload(copy)
         else:
-            self._load(copy, list(copy.tensors))
+            parameters, _ = parameters_of(self._tensors.items())
+            samples = {name: Sample(parameter) for name, parameter in parameters.items()}
+            self._load_all(copy)
+            self._check_layout(copy, parameters, samples, None)
         return Facts(way=possible[0], reason=reason, dense_s=time.perf_counter() - start_s)
+
+    def _load_all(self, copy: Checkpoint) -> float:
+        """Have the engine's loader load everything; returns the seconds it took."""
+        start_s = time.perf_counter()
+        self._load(copy, list(copy.tensors))
+        dense_s = time.perf_counter() - start_s
+        self._dense_s_per_byte = dense_s / max(1, sum(t.data.size for t in copy.tensors.values()))
+        return dense_s
 
     def _find_map(
         self,
         parameters: Mapping[str, Parameter],
         unseen: Mapping[str, str],
-        samples: Mapping[str, _Sample],
         copy: Checkpoint,
-    ) -> tuple[IndexMap, float, float]:
-        """Probe and restore.
+    ) -> tuple[IndexMap, float]:
+        """Probe; whatever becomes of it, the copy is loaded again afterwards.
 
         Raises:
-            EngineError: The loader fails, or parameters are not laid out as it lays them out.
+            EngineError: The loader fails.
         """
         before = {name: _bits(self._tensors[name]) for name in unseen}
-        written: dict[str, str] = {}
         start_s = time.perf_counter()
         try:
             index_map = Prober(parameters, self._catalog, self._loader.load, self._cache).find()
-            # What cannot be seen flat matters where the loader writes to it.
-            written = {
-                name: reason
-                for name, reason in unseen.items()
-                if not torch.equal(before[name], _bits(self._tensors[name]))
-            }
-        finally:
-            probe_s = time.perf_counter() - start_s
-            start_s = time.perf_counter()
-            self._load(copy, list(copy.tensors))
-            dense_s = time.perf_counter() - start_s
-        self._dense_s_per_byte = dense_s / max(1, sum(t.data.size for t in copy.tensors.values()))
-        # The loader may change some values that no probe has, such as denormal ones.
-        live = LiveModel(parameters, index_map)
+        except EngineError:
+            self._load_all(copy)
+            raise
+        # What cannot be seen flat matters where the loader writes to it.
+        written = {
+            name: reason
+            for name, reason in unseen.items()
+            if not torch.equal(before[name], _bits(self._tensors[name]))
+        }
+        return index_map.without(written), time.perf_counter() - start_s
+
+    def _misplaced(self, live: LiveModel, copy: Checkpoint) -> set[str]:
+        """The parameters that, after a load of the copy, do not hold it where the map says."""
+        found: set[str] = set()
         for name in copy.tensors:
-            for parameter in live.differing_parameters(name, _words(copy, name)):
-                written[parameter] = "the loader changes some of the values that it writes to it"
-        index_map = index_map.without(written)
-        moved = _moved(samples, index_map, copy)
-        moved += [
-            name
-            for name, parameter in parameters.items()
-            if name in index_map.refused and samples[name].is_replaced(parameter)
-        ]
+            found |= live.differing_parameters(name, _words(copy, name))
+        return found
+
+    def _check_layout(
+        self,
+        copy: Checkpoint,
+        parameters: Mapping[str, Parameter],
+        samples: Mapping[str, Sample],
+        index_map: IndexMap | None,
+    ) -> None:
+        """Make sure that what the loader writes is what the engine computes with.
+
+        An engine may arrange or convert weights after loading. Its own reload does what a start
+        does; it must leave every parameter as the loader alone has left it. Where there is no
+        reload, most of what the engine held when it was met must lie where it lies now.
+
+        Raises:
+            EngineError: It does not.
+        """
+        if "reload" in self._ways and self._loader.reload is not None:
+            loaded = {name: digest_of(parameter) for name, parameter in parameters.items()}
+            self._reload(copy)
+            moved = [name for name, p in parameters.items() if digest_of(p) != loaded[name]]
+            if self._loader.tensors is not None and not self.is_of(self._loader.tensors()):
+                moved.append("a parameter that it replaces")
+        elif index_map is None:
+            moved = [name for name, p in parameters.items() if samples[name].is_replaced(p)]
+        else:
+            moved = moved_parameters(samples, index_map, copy, _words)
+            moved += [
+                name
+                for name in index_map.refused
+                if name in parameters and samples[name].is_replaced(parameters[name])
+            ]
         if moved:
             raise EngineError(
                 f"{len(moved)} of the engine's parameters, such as {moved[0]!r}, do not hold what "
-                "its loader writes there",
-                hint="Start the engine from a checkpoint of this stream. If it says so still, the "
-                "engine arranges or converts weights after loading: then only a reload is right",
+                "its loader writes there: it arranges or converts weights after loading",
+                hint="Only a reload is right then (way reload). Where the engine has none, start "
+                "it from a checkpoint of this stream, so that this can be told",
             )
-        return index_map, probe_s, dense_s
 
-    def _differing(self, live: LiveModel, copy: Checkpoint) -> list[Change]:
-        """Every word that is not the host's copy's."""
-        changes = []
-        for name in copy.tensors:
-            words = _words(copy, name)
-            at = live.differences(name, words)
-            if at.size:
-                changes.append(Change(name, at, words[at]))
-        return changes
+    def _uncovered(
+        self, parameters: Mapping[str, Parameter], index_map: IndexMap
+    ) -> dict[str, int]:
+        """Parameters that no tensor of the checkpoint feeds, with their elements.
 
-    def _bring(self, live: LiveModel, copy: Checkpoint, changes: Sequence[Change]) -> None:
-        """Exchange the words that differ, and look whether none does afterwards."""
-        live.prepare(changes).swap()
-        self._loader.synchronize()
-        for change in changes:
-            if live.differences(change.tensor, _words(copy, change.tensor)).size:
+        Raises:
+            EngineError: There are such, and nobody said that they may stay as they are.
+        """
+        placed = {index_map.parameter_name(n) for n in set(index_map.runs[:, 1].tolist())}
+        found = {
+            name: parameter.count
+            for name, parameter in parameters.items()
+            if name not in placed
+            and name not in index_map.refused
+            and name not in self._buffers
+            and parameter.count >= _SCALE_ELEMENTS
+        }
+        for name in found:
+            if not any(fnmatchcase(name, pattern) for pattern in self._unfed):
                 raise EngineError(
-                    f"tensor {change.tensor!r} is not what was written to it",
-                    hint="Two tensors of the checkpoint may share their place in the engine",
+                    f"the engine's parameter {name!r} is fed by no tensor of the checkpoint",
+                    hint="Publish all of the model; or say that it stays as the engine has it "
+                    "(unfed=[PATTERN], --unfed PATTERN)",
                 )
+        return found
 
     def _measure(self, live: LiveModel, copy: Checkpoint) -> None:
         """Find out what exchanging a word costs, by exchanging some with themselves."""
-        name = max(copy.tensors, key=lambda name: live.index_map.held_count(name))
+        name = max(copy.tensors, key=live.index_map.held_count)
         words = _words(copy, name)
         if not words.size:
             return
         count = max(1, int(words.size * _MEASURED_SHARE))
         at = np.unique(np.linspace(0, words.size - 1, count).astype(np.int64))
         swap = live.prepare([Change(name, at, words[at])])
-        start_s = time.perf_counter()
-        swap.swap()
-        self._loader.synchronize()
-        self._swap_s_per_word = (time.perf_counter() - start_s) / max(1, swap.word_count)
+        seconds = []
+        for _ in range(_MEASURED_TIMES):
+            start_s = time.perf_counter()
+            swap.swap()
+            self._loader.synchronize()
+            seconds.append(time.perf_counter() - start_s)
+        self._swap_s_per_word = min(seconds) / max(1, swap.word_count)
 
     def _load(self, copy: Checkpoint, names: Sequence[str]) -> None:
         if not names:
@@ -482,63 +554,6 @@ class AttachedModel:
         catalog = [(name, dtype, shape) for name, (dtype, shape) in self._catalog.items()]
         told = msgspec.json.encode([self._loader.identity, catalog, places, shapes, strides])
         return hashlib.sha256(told).hexdigest()[:32]
-
-
-def _count(changes: Iterable[Change]) -> int:
-    return sum(int(change.positions.size) for change in changes)
-
-
-class _Sample:
-    """Some words of a parameter as they were."""
-
-    def __init__(self, parameter: Parameter) -> None:
-        self._at = np.unique(
-            np.linspace(0, parameter.count - 1, min(_SAMPLES, parameter.count)).astype(np.int64)
-        )
-        self._dtype = parameter.dtype
-        self._words = parameter.read(self._at)
-
-    def is_replaced(self, parameter: Parameter) -> bool:
-        """Whether most of them are different now."""
-        return _are_others(_near(self._words, parameter.read(self._at), self._dtype))
-
-    def is_moved(self, index_map: IndexMap, number: int, copy: Checkpoint) -> bool:
-        """Whether most of them are not where the map says, or most of those of a tensor."""
-        tensors, elements = index_map.sources(number, self._at)
-        near = np.zeros(self._at.size, bool)
-        for tensor in np.unique(tensors[tensors >= 0]).tolist():
-            chosen = np.flatnonzero(tensors == tensor)
-            name = index_map.tensor_name(tensor)
-            words = _words(copy, name)[elements[chosen]]
-            wanted = converted(words, copy.tensors[name].dtype, self._dtype)
-            near[chosen] = _near(self._words[chosen], wanted, self._dtype)
-            if _are_others(near[chosen]):
-                return True
-        return _are_others(near[tensors >= 0])
-
-
-def _moved(samples: Mapping[str, _Sample], index_map: IndexMap, copy: Checkpoint) -> list[str]:
-    """The parameters that are not laid out as the map says."""
-    return [
-        name
-        for number, name in enumerate(index_map.parameters)
-        if samples[name].is_moved(index_map, number, copy)
-    ]
-
-
-def _are_others(near: np.ndarray[Any, np.dtype[np.bool_]]) -> bool:
-    return near.size >= _ENOUGH_SAMPLES and 2 * int(near.sum()) < near.size
-
-
-def _near(a: Words, b: Words, dtype: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which words are of about one value: between versions of one model, most are."""
-    first, second = (
-        torch.from_numpy(words.copy().view(np.uint8)).view(torch_dtype(dtype)).double()
-        for words in (a, b)
-    )
-    near: np.ndarray[Any, np.dtype[np.bool_]]
-    near = torch.isclose(first, second, rtol=_NEAR, atol=0, equal_nan=True).numpy()
-    return near
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import struct
 import tempfile
 from contextlib import suppress
@@ -15,10 +17,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from thinwire.checkpoint.disk import map_file, os_errors
+from thinwire.checkpoint.disk import map_file
 from thinwire.codec.digest import xxh3_64
 from thinwire.errors import ThinwireError
 from thinwire.torch.index_map import IndexMap, Run
+
+_LOG = logging.getLogger("thinwire")
 
 MAGIC = b"TWMAP01\n"
 MAX_FILE_BYTES = 1 << 34
@@ -34,11 +38,7 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_map(path: Path, index_map: IndexMap) -> None:
-    """Keep a map; a file of that name is replaced as one step.
-
-    Raises:
-        StoreError: It cannot be written.
-    """
+    """Keep a map, where that works: it can always be made again."""
     head = msgspec.json.encode(
         _Head(
             [(name, *rest) for name, rest in index_map.tensors.items()],
@@ -48,16 +48,20 @@ def write_map(path: Path, index_map: IndexMap) -> None:
     )
     data = MAGIC + _HEAD.pack(len(head)) + head + index_map.runs.astype("<i8").tobytes()
     digest = xxh3_64(np.frombuffer(data, np.uint8))
-    with os_errors("cannot write", path):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".map-") as file:
             file.write(data + _DIGEST.pack(digest))
             file.flush()
+            # Ranks may run under another user than those of the next start.
+            os.fchmod(file.fileno(), 0o644)
             # Ranks of one layout may write at once: either's is right.
             with suppress(FileNotFoundError):
                 path.unlink()
             with suppress(FileExistsError):
                 path.hardlink_to(file.name)
+    except OSError as error:
+        _LOG.warning("an index map could not be kept in %s: %s", path.parent, error)
 
 
 def read_map(path: Path) -> IndexMap | None:

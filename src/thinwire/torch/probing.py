@@ -165,6 +165,7 @@ class Prober:
         self._load = load
         self._scratch = scratch
         self._refused: dict[str, str] = {}
+        self._kept_bytes = 0
         self._families = self._make_families()
 
     def find(self) -> IndexMap:
@@ -263,8 +264,10 @@ class Prober:
 
     def _keep(self, parameter: Parameter) -> np.ndarray:
         words = parameter.words()
-        if parameter.count * words.dtype.itemsize < _IN_MEMORY_BYTES or self._scratch is None:
+        self._kept_bytes += words.nbytes
+        if self._kept_bytes < _IN_MEMORY_BYTES or self._scratch is None:
             return words.copy()
+        self._scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._scratch) as file:
             kept = np.memmap(file, words.dtype, "w+", shape=words.shape)
         kept[:] = words

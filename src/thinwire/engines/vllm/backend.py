@@ -23,7 +23,12 @@ import torch
 from thinwire.checkpoint import Checkpoint
 from thinwire.engines.host import FOLDER_NAME, places_path
 from thinwire.engines.places import read_places
-from thinwire.engines.vllm.loading import loader_of, model_behind
+from thinwire.engines.vllm.loading import (
+    check_same_model,
+    derived_tensors,
+    loader_of,
+    model_behind,
+)
 from thinwire.engines.vllm.messages import Message, Note, RankFacts, write_note
 from thinwire.errors import EngineDetached, EngineError, ThinwireError
 from thinwire.torch.attached import WAYS, AttachedModel, Staged
@@ -59,7 +64,7 @@ class Backend:
         self._label = ""  # what the model holds exactly; empty: not known
         self._staged: tuple[Message, Staged, Checkpoint] | None = None
         self._applied: tuple[str, str, Staged] | None = None  # token, label before, what was done
-        self._number = 0  # of the last message
+        self._sender, self._number = "", 0  # of the last message
         self._owner = ""  # of the driver that attached this rank
         self._beside: threading.Thread | None = None
 
@@ -118,12 +123,21 @@ class Backend:
     # What messages say.
 
     def _act(self, message: Message) -> None:
-        message.check()
-        if message.number <= self._number:
+        """Do what a message says, and leave a note.
+
+        Nothing is raised. With several ranks vLLM hears one that raises, and takes what the others
+        say for answers to its next calls; a driver that finds no note knows enough.
+        """
+        try:
+            message.check()
+        except ThinwireError as error:
+            _LOG.error("thinwire: %s", error)
+            return
+        if message.owner == self._sender and message.number <= self._number:
             # It was held up somewhere, and its driver has gone on without it.
             self._leave(message, "failed", error="a later message came before this one")
             return
-        self._number = message.number
+        self._sender, self._number = message.owner, message.number
         if self._model is None:
             self._leave(message, "no-model")
             return
@@ -149,17 +163,10 @@ class Backend:
         """As :meth:`_noted`, after an earlier one: the serving thread waits for none of them."""
         if earlier is not None:
             earlier.join()
-        try:
-            self._noted(message, do)
-        except ThinwireError:
-            _LOG.exception("thinwire: no note could be left")
+        self._noted(message, do)
 
     def _noted(self, message: Message, do: Do) -> None:
-        """Do something and leave a note of it. Ranks must stay in step: nothing else is raised.
-
-        Raises:
-            StoreError: The note cannot be left.
-        """
+        """Do something and leave a note of it."""
         start_s = time.perf_counter()
         try:
             facts = do(message)
@@ -190,6 +197,8 @@ class Backend:
                 hint="Start vLLM without --enable-eplb",
             )
         Checkpoint.open(Path(message.folder), ignore_subfolders=True)
+        # The probes would overwrite the weights of another model before they fail.
+        check_same_model(Path(message.folder), self.vllm_config)
         return RankFacts()
 
     def _check_attached(self, message: Message) -> AttachedModel:
@@ -209,7 +218,10 @@ class Backend:
         folder = Path(message.folder)
         self._label, self._staged, self._applied = "", None, None
         self._owner = message.owner
-        ways = [way for way in WAYS if way in message.ways] if message.ways else WAYS
+        ways = [way for way in WAYS if way in message.ways] if message.ways else list(WAYS)
+        derived = derived_tensors(self._model)
+        if derived:
+            ways = [way for way in ways if way == "reload"]
         copy = Checkpoint.open(folder, ignore_subfolders=True)
         with self._config(), torch.no_grad():
             attached = AttachedModel(
@@ -217,6 +229,8 @@ class Backend:
                 loader_of(self._model, self.vllm_config, self._rank()),
                 folder / FOLDER_NAME / "maps",
                 ways,
+                buffers=[name for name, _ in self._model.named_buffers()],
+                unfed=message.unfed,
             )
             facts = attached.attach(copy)
             differing = attached.differing_count(copy)
@@ -226,7 +240,7 @@ class Backend:
         self._attached, self._label = attached, message.label
         return RankFacts(
             way=facts.way,
-            reason=facts.reason,
+            reason=f"the engine derives {derived[0]} from weights" if derived else facts.reason,
             run_count=facts.run_count,
             map_bytes=facts.map_bytes,
             is_cached=facts.is_cached,
@@ -300,8 +314,9 @@ class Backend:
         copy = Checkpoint.open(Path(message.folder), ignore_subfolders=True)
         found = self._attached.differing_count(copy)
         copy.check_unchanged()
-        # A driver that takes over has proved what it drives: it needs no attachment of its own.
-        self._owner = message.owner
+        if found == 0:
+            # A driver that takes over has proved what it drives: it needs not attach it again.
+            self._owner = message.owner
         return RankFacts(differing=found, unseen=unseen)
 
     def _places(self, folder: Path, message: Message) -> dict[str, Int64s | None]:
@@ -325,7 +340,10 @@ class Backend:
             label=self._label,
             **more,
         )
-        write_note(Path(message.folder), note)
+        try:
+            write_note(Path(message.folder), note)
+        except ThinwireError:
+            _LOG.exception("thinwire: no note could be left")
 
     def _rank(self) -> int:
         parallel = self._parallel

@@ -6,6 +6,7 @@ API key does not protect these routes: have it listen where only the driver can 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import secrets
@@ -18,7 +19,7 @@ from typing import Any, Literal
 from thinwire.checkpoint import Checkpoint
 from thinwire.engines.engine import EngineState, Policy, Timer, Update
 from thinwire.engines.http import EngineHttp
-from thinwire.engines.vllm.messages import Do, Note, RankFacts, read_note
+from thinwire.engines.vllm.messages import Do, Note, RankFacts, drop_notes, read_note
 from thinwire.errors import (
     EngineDetached,
     EngineError,
@@ -54,6 +55,8 @@ class VLLM:
         api_key: What it was started with, where it was.
         ways: The ways that weights may be changed, of "map", "dense", "patches" and "reload"; see
             :mod:`thinwire.torch.attached`. Empty: all.
+        unfed: Shell patterns of the engine's parameters that stay as it has them, because the
+            stream does not hold them, such as ``["vision_tower.*"]``.
         prove: What is compared after an update: "all" words, which reads the whole model once
             beside the serving, or the "changes", which costs what changed.
 
@@ -69,6 +72,7 @@ class VLLM:
         *,
         api_key: str | None = None,
         ways: Sequence[str] = (),
+        unfed: Sequence[str] = (),
         prove: Literal["all", "changes"] = "all",
     ) -> None:
         if unknown := set(ways) - {"map", "dense", "patches", "reload"}:
@@ -77,11 +81,14 @@ class VLLM:
         if prove not in ("all", "changes"):
             raise InvalidArgument(f"{prove!r} cannot be proved", hint='Give "all" or "changes"')
         self._ways = list(ways)
+        self._unfed = list(unfed)
         self._scope = prove
         self._http = EngineHttp(
             endpoint, key=api_key, key_hint="Give the key that vLLM was started with (--api-key)"
         )
         self._owner = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
+        self._is_begun = False
         self._boots: dict[int, str] = {}
         self._goes_through_update = False  # before vLLM 0.26
         self.facts: list[RankFacts] = []
@@ -96,12 +103,12 @@ class VLLM:
 
         A restart shows in the label, which vLLM forgets, and in the ranks' notes.
         """
-        label = self._get("/weight_info", timer).get("weight_version")
+        label = self._label(timer)
         is_paused = self._get("/is_paused", timer).get("is_paused")
         # Where it can sleep at all.
         sleeping = self._http.call("GET", "/is_sleeping", timer=timer, ok=(200, 404))
         is_asleep = isinstance(sleeping, Mapping) and sleeping.get("is_sleeping")
-        return EngineState("", str(label), bool(is_paused or is_asleep))
+        return EngineState("", label, bool(is_paused or is_asleep))
 
     def check_policy(self, policy: Policy) -> None:
         """vLLM can carry out every policy."""
@@ -115,9 +122,8 @@ class VLLM:
     def attach(self, update: Update, timer: Timer) -> None:
         """Have every rank find its index map and bring itself to the host's copy."""
         self._boots = {}
-        # What an earlier update may have left open would refuse the next one.
-        with suppress(ThinwireError):
-            self._end(timer)
+        # What an earlier update of ours may have left open would refuse the next one.
+        self._end_begun(timer)
         try:
             notes = self._tell("attach", update, timer)
         except _NoModel:
@@ -184,8 +190,7 @@ class VLLM:
             _LOG.warning("the update cannot be taken back: %s", error)
             return False
         # Ranks that had no part in the failure still wait for the end.
-        with suppress(ThinwireError):
-            self._end(timer)
+        self._end_begun(timer)
         return True
 
     def empty_caches(self, policy: Policy, timer: Timer) -> None:
@@ -255,8 +260,20 @@ class VLLM:
                 f"vLLM does not begin a weight update: {error.message}",
                 hint="Does somebody else update its weights? Only one driver may",
             ) from error
+        self._is_begun = True
+
+    def _end_begun(self, timer: Timer) -> None:
+        """End an update that was begun here; never anybody else's.
+
+        One that was not begun must not be ended at all: several ranks raise then, vLLM hears one of
+        them, and takes what the others said for the answers to its next calls.
+        """
+        if self._is_begun:
+            with suppress(ThinwireError):
+                self._end(timer)
 
     def _end(self, timer: Timer) -> None:
+        self._is_begun = False
         self._http.call("POST", "/finish_weight_update", timer=timer, json={}, ok=(200, 404))
 
     def _message(self, do: Do, update: Update) -> dict[str, Any]:
@@ -264,18 +281,18 @@ class VLLM:
             "do": do,
             "token": update.token,
             "call": secrets.token_hex(8),
-            # Of this machine's clock: those of a sidecar before this one are lower.
-            "number": time.time_ns(),
+            "number": next(self._numbers),
             "owner": self._owner,
             "folder": str(update.folder),
             "base": update.base,
             "label": update.label,
             "ways": self._ways,
+            "unfed": self._unfed,
             "scope": self._scope,
         }
 
     def _notes(self, message: Mapping[str, Any], folder: Path, timer: Timer) -> list[Note]:
-        """The answers of all ranks to one message.
+        """The answers of all ranks to one message; they are taken away.
 
         Raises:
             EngineDetached: A rank is not attached, was started again, or holds something else.
@@ -283,12 +300,14 @@ class VLLM:
             Deadline: They are not all there.
         """
         world_size = self._world_size(timer)
+        label = self._label(timer)
+        call = message["call"]
         found: dict[int, Note] = {}
         wait_s, end_s = _LOOK_S, time.monotonic() + _GRACE_S
         while True:
             for rank in range(world_size):
-                note = None if rank in found else read_note(folder, rank)
-                if note is not None and note.call == message["call"]:
+                note = None if rank in found else read_note(folder, rank, call)
+                if note is not None:
                     found[rank] = note
             if len(found) == world_size:
                 break
@@ -303,12 +322,16 @@ class VLLM:
             timer.left_s()
             time.sleep(wait_s)
             wait_s = min(wait_s * 1.3, _MAX_LOOK_S)
-            if wait_s == _MAX_LOOK_S:
-                # A dead engine leaves no notes.
-                self._get("/is_paused", timer)
+            if wait_s == _MAX_LOOK_S and self._label(timer) != label:
+                # One that was started again leaves no note of what it was told before.
+                raise EngineDetached("vLLM reports another weight version than a moment ago")
+        drop_notes(folder, world_size, call)
         notes = [found[rank] for rank in range(world_size)]
-        self._check(notes, message["do"])
+        self._check(notes, message)
         return notes
+
+    def _label(self, timer: Timer) -> str:
+        return str(self._get("/weight_info", timer).get("weight_version"))
 
     def _world_size(self, timer: Timer, *, of_replica: bool = False) -> int:
         params = {"include_dp": "false" if of_replica else "true"}
@@ -318,7 +341,9 @@ class VLLM:
             raise EngineError(f"vLLM says that it has {size!r} ranks")
         return size
 
-    def _check(self, notes: Sequence[Note], do: str) -> None:
+    def _check(self, notes: Sequence[Note], message: Mapping[str, Any]) -> None:
+        do = message["do"]
+        wanted = {"attach": message["label"], "apply": message["label"], "undo": message["base"]}
         if any(note.state == "no-model" for note in notes):
             raise _NoModel("vLLM has not told the backend its model yet")
         for note in notes:
@@ -331,6 +356,12 @@ class VLLM:
                 )
             if self._boots and self._boots.get(note.rank) != note.boot:
                 raise EngineDetached(f"rank {note.rank} was started again", rank=note.rank)
+            if wanted.get(do) and note.label != wanted[do]:
+                raise EngineError(
+                    f"rank {note.rank} holds {note.label or 'no known version'} after {do}, not "
+                    f"{wanted[do]}",
+                    rank=note.rank,
+                )
 
     def _get(self, route: str, timer: Timer) -> Mapping[str, Any]:
         answer = self._call_dev(route, timer, method="GET")

@@ -31,12 +31,13 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         do: What.
         token: Of the update.
         call: Of this message, for the answer.
-        number: Rises from message to message; a rank does nothing that comes late.
+        number: Rises from message to message of one client; a rank does nothing that comes late.
         owner: Random for each client. Only the one that attached a rank last may change it.
         folder: The host's copy.
         base: The label that the changes start from; empty: anything may differ.
         label: The label of the version.
         ways: The ways that may be taken; empty: all.
+        unfed: Shell patterns of parameters that the checkpoint need not feed.
         scope: What is proved: all words, or those that the update changed.
         is_checkpoint_format: For releases before 0.26, which ask for it; always false.
     """
@@ -50,6 +51,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     base: str = ""
     label: str = ""
     ways: list[str] = []
+    unfed: list[str] = []
     scope: Literal["all", "changes"] = "all"
     is_checkpoint_format: bool = False
 
@@ -133,12 +135,12 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_note(folder: Path, note: Note) -> None:
-    """Leave a note; the one before is replaced as one step.
+    """Leave a note, as one step.
 
     Raises:
         StoreError: It cannot be written.
     """
-    path = folder / FOLDER_NAME / "ranks" / f"{note.rank}.json"
+    path = _note_path(folder, note.rank, note.call)
     new = path.with_name(f".{note.rank}-{secrets.token_hex(8)}")
     with os_errors("cannot write", path):
         try:
@@ -152,11 +154,23 @@ def write_note(folder: Path, note: Note) -> None:
             raise
 
 
-def read_note(folder: Path, rank: int) -> Note | None:
-    """A rank's last note; None: there is none that can be read."""
-    path = folder / FOLDER_NAME / "ranks" / f"{rank}.json"
+def read_note(folder: Path, rank: int, call: str) -> Note | None:
+    """A rank's answer to a message; None: there is none that can be read."""
+    path = _note_path(folder, rank, call)
     with suppress(ThinwireError, msgspec.MsgspecError):
         data = map_file(path, follow_link=False)
         if data.size <= MAX_NOTE_BYTES:
             return msgspec.json.decode(data.tobytes(), type=Note)
     return None
+
+
+def drop_notes(folder: Path, count: int, call: str) -> None:
+    """Remove the answers of ``count`` ranks to a message."""
+    for rank in range(count):
+        with suppress(OSError):
+            _note_path(folder, rank, call).unlink()
+
+
+def _note_path(folder: Path, rank: int, call: str) -> Path:
+    # One file for each message: what comes late must not take the place of a newer answer.
+    return folder / FOLDER_NAME / "ranks" / f"{rank}-{call}.json"

@@ -1,0 +1,240 @@
+"""Everything together: a model that follows a stream, sampled from over HTTP."""
+
+from __future__ import annotations
+
+import ipaddress
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thinwire.engines.transformers.following import Following, Newest
+from thinwire.engines.transformers.model import Loaded, load
+from thinwire.engines.transformers.protocol import Limits
+from thinwire.engines.transformers.sampling import Sampler
+from thinwire.engines.transformers.server import Service
+from thinwire.engines.transformers.worker import Worker
+from thinwire.errors import InvalidArgument, StoreError
+from thinwire.follow import Follower, open_stream
+from thinwire.stream.events import Observer, Observers
+from thinwire.torch import TorchSink
+
+# What a model may be asked to remember, where it was made for more and nobody said so.
+DEFAULT_CONTEXT_TOKENS = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is served, and how.
+
+    Attributes:
+        url: The stream.
+        model: A folder with config and tokenizer; None: those of the stream's first version.
+        folder: Where the published bits are kept; None: a temporary one.
+        name: The model's name in the API; empty: that of the folder or the stream.
+        dtype: That of the model, by torch's name; "auto": as its config says.
+        device: Where it computes.
+        limits: What requests may ask for.
+        context_tokens: Tokens of a prompt and its answer together; None: the model's own, at most
+            ``DEFAULT_CONTEXT_TOKENS``.
+        is_interruptible: Whether updates come between the tokens of an answer.
+        proves: Whether the weights are compared with their digests after each update.
+        update_timeout_s: How long an update waits for answers that run.
+        first_timeout_s: How long to wait for the first version, where there is no ``model``.
+        poll_s: The time between two looks at the stream.
+        base: Where a copy of the model is that the stream begins with by reference.
+        accept_new_lineages: As of :class:`thinwire.Follower`.
+        trusted_keys: As of :func:`thinwire.open_stream`.
+        token: The bearer token that requests must have; empty: none.
+    """
+
+    url: str
+    model: Path | None = None
+    folder: Path | None = None
+    name: str = ""
+    dtype: str = "auto"
+    device: str = "cpu"
+    limits: Limits = field(default_factory=Limits)
+    context_tokens: int | None = None
+    is_interruptible: bool = False
+    proves: bool = False
+    update_timeout_s: float = 600.0
+    first_timeout_s: float = 60.0
+    poll_s: float = 1.0
+    base: Path | None = None
+    accept_new_lineages: bool | None = None
+    trusted_keys: Sequence[str] = ()
+    token: str = ""
+
+
+@contextmanager
+def serving(settings: Settings, logger: Any, observer: Observer | None = None) -> Iterator[Any]:
+    """Load the model and follow the stream for as long as the block lasts; yields the ASGI app.
+
+    Raises:
+        InvalidArgument: The model cannot be loaded.
+        Deadline: No first version came.
+        ThinwireError: The stream cannot be followed into the model.
+    """
+    with ExitStack() as stack:
+        stream = open_stream(settings.url, trusted_keys=settings.trusted_keys)
+        folder = settings.folder
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="thinwire-serve-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        options: dict[str, Any] = {
+            "base": settings.base or settings.model,
+            "accept_new_lineages": settings.accept_new_lineages,
+        }
+        if settings.model is None:
+            with Follower(stream, folder, observer=observer, **options) as first:
+                first.wait_for(1, settings.first_timeout_s, poll_s=min(settings.poll_s, 1.0))
+        loaded = load(settings.model or folder, dtype=settings.dtype, device=settings.device)
+        sink = TorchSink(loaded.model, folder=folder, update_timeout_s=settings.update_timeout_s)
+        newest = Newest()
+        observers = Observers(observer, newest)
+        follower = stack.enter_context(Follower(stream, sink, observer=observers, **options))
+        # What is in the folder already is served at once, and what does not fit is told now.
+        follower.version()
+        following = Following(
+            follower,
+            sink,
+            newest,
+            poll_s=settings.poll_s,
+            proves=settings.proves,
+            logger=logger,
+        )
+        limits = settings.limits._replace(context_tokens=_context_tokens(settings, loaded))
+        worker = Worker(
+            Sampler(loaded.model, loaded.eos_ids),
+            sink.reading,
+            limits,
+            is_interruptible=settings.is_interruptible,
+            logger=logger,
+        )
+        service = Service(
+            loaded,
+            worker,
+            name=settings.name or _name_of(settings),
+            served=lambda: sink.version,
+            staleness=following.staleness,
+            failure=lambda: following.failure,
+            limits=limits,
+            token=settings.token,
+        )
+        # The worker ends first: an update may wait for an answer of its.
+        stack.callback(following.close)
+        stack.callback(worker.close)
+        worker.start()
+        following.start()
+        yield service.app()
+
+
+class Listener:
+    """A socket that requests come to, and the server behind it.
+
+    Args:
+        app: The ASGI application.
+        host: An address of this machine.
+        port: 0: any free one.
+
+    Raises:
+        StoreError: It cannot be listened on.
+    """
+
+    def __init__(self, app: Any, host: str, port: int) -> None:
+        import uvicorn
+
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+            # Whoever is told the address may connect at once.
+            self._socket.listen(128)
+        except OSError as error:
+            self._socket.close()
+            raise StoreError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}",
+                hint="Choose another --port, or 0 for any free one",
+            ) from error
+        name = self._socket.getsockname()
+        self.url = f"http://{f'[{name[0]}]' if ':' in name[0] else name[0]}:{name[1]}"
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
+        )
+
+        class Server(uvicorn.Server):
+            # Signals are the caller's.
+            def capture_signals(self) -> Any:
+                return nullcontext()
+
+        self._server = Server(config)
+
+    def run(self) -> None:
+        """Answer requests until :meth:`stop`."""
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self._socket.close()
+
+    def stop(self) -> None:
+        """End once what is being answered is. From any thread."""
+        self._server.should_exit = True
+
+
+def check_exposure(host: str, token: str) -> None:
+    """Refuse to be open to other machines without a token.
+
+    Raises:
+        InvalidArgument: It would be.
+    """
+    if token or _is_loopback(host):
+        return
+    raise InvalidArgument(
+        f"--host {host} is open to other machines, and nothing would keep them out",
+        hint="Give --token-file with a secret that requests must bring, or listen on 127.0.0.1",
+    )
+
+
+def read_token(path: Path) -> str:
+    """The secret in a file.
+
+    Raises:
+        InvalidArgument: It holds none.
+        StoreError: It cannot be read.
+    """
+    from thinwire.checkpoint.disk import os_errors
+
+    with os_errors("cannot read", path):
+        token = path.read_text(encoding="utf-8").strip()
+    if len(token) < 16 or not token.isascii() or any(letter.isspace() for letter in token):
+        raise InvalidArgument(
+            f"{path} holds no token", hint="Write at least 16 letters and digits on one line"
+        )
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _context_tokens(settings: Settings, loaded: Loaded) -> int:
+    own = loaded.context_tokens
+    if settings.context_tokens is None:
+        return min(own or DEFAULT_CONTEXT_TOKENS, DEFAULT_CONTEXT_TOKENS)
+    if own is not None and settings.context_tokens > own:
+        raise InvalidArgument(f"the model was made for {own} tokens, not {settings.context_tokens}")
+    return settings.context_tokens
+
+
+def _name_of(settings: Settings) -> str:
+    source = str(settings.model) if settings.model is not None else settings.url
+    return source.rstrip("/").rpartition("/")[2] or "model"
