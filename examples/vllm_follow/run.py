@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -101,9 +102,7 @@ def run(scratch: Path, asked: argparse.Namespace) -> None:
 @contextmanager
 def vllm(model: Path, scratch: Path) -> Iterator[str]:
     """A vLLM server on loopback; yields where it listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
     command += ["--served-model-name=model", "--host=127.0.0.1", f"--port={port}"]
     command += ["--dtype=bfloat16", "--max-model-len=256", "--max-num-seqs=8", "--enforce-eager"]
@@ -128,6 +127,18 @@ def vllm(model: Path, scratch: Path) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def free_port() -> int:
+    """A free port below those that connections are given: vLLM takes it only half a minute later."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    sys.exit("no port is free")
 
 
 def until_up(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -199,13 +210,17 @@ class Load:
                 prompt = PROMPTS[turn % len(PROMPTS)]
                 turn += CLIENTS
                 try:
+                    before = client.get(f"{self._endpoint}/weight_info").json()
                     answer = complete(client, self._endpoint, prompt)
                     info = client.get(f"{self._endpoint}/weight_info").json()
                 except (httpx.HTTPError, KeyError, ValueError) as error:
                     self.failed.append(repr(error))
                     continue
+                # One that an update met on its way belongs to neither version.
+                is_whole = before == info
+                label = str(info["weight_version"]) if is_whole else "between two versions"
                 with self._lock:
-                    self.counts[str(info["weight_version"])] += 1
+                    self.counts[label] += 1
                     self._last = {"prompt": prompt, "text": answer["text"]}
 
 
@@ -245,7 +260,7 @@ def report(
     if not updates:
         sys.exit("no version was ever served: see the log above")
     by_version = {update["version"]: update for update in updates}
-    print("\nversion  changed %     bytes  of full %  pause ms  answers after")
+    print("\nversion  changed %     bytes  of full %  pause ms  answers")
     for version in versions:
         update = by_version.get(version["version"])
         answers = load.counts.get(update["label"], 0) if update else 0
@@ -253,9 +268,13 @@ def report(
             f"{version['version']:7}  {100 * version['changed_count'] / version['word_count']:9.3f}"
             f"{version['payload_bytes']:10,}  "
             f"{100 * version['payload_bytes'] / version['raw_bytes']:9.3f}  "
-            + (f"{1000 * update['pause_s']:8.0f}  {answers:13}" if update else "  passed over")
+            + (f"{1000 * update['pause_s']:8.0f}  {answers:7}" if update else "  passed over")
         )
-    print(f"\n{sum(load.counts.values())} requests answered, {len(load.failed)} failed")
+    met = load.counts.get("between two versions", 0)
+    print(
+        f"\n{sum(load.counts.values())} requests answered, {met} of them during an update; "
+        f"{len(load.failed)} failed"
+    )
     print(f"log-probabilities of a fresh vLLM: {'the same' if is_equal else 'DIFFERENT'}")
     if load.failed or not is_equal or not all(update["is_proved"] for update in updates):
         sys.exit(f"something is wrong: {load.failed[:3]}")

@@ -23,6 +23,7 @@ from thinwire.errors import (
     EngineDetached,
     EngineError,
     EngineNotReady,
+    EngineUnreachable,
     ThinwireError,
 )
 from thinwire.follow import Follower, Stream
@@ -34,6 +35,7 @@ __all__ = ["Deadlines", "Driver", "Served"]
 _LOG = logging.getLogger("thinwire")
 
 _MAX_WAIT_S = 60.0
+_MAX_AWAY_WAIT_S = 3.0
 # An engine that is busy answers late: only after so many looks without an answer it is not ready.
 _MAX_MISSES = 3
 
@@ -223,6 +225,12 @@ class Driver:
                 f"the {self.engine.name} engine is paused or asleep, and not by this driver",
                 hint="It is left alone; it is looked at again once it runs",
             )
+        served = self._served
+        if state.is_paused and served is not None and state.label == label_of(served):
+            # A call of ours that came late, or an answer to resume that was a lie.
+            self._walk.resume(served)
+            self._is_suspect = True
+            state = state._replace(is_paused=False)
         is_there = state.label == update.label and not state.is_paused
         if not state.is_paused:
             self._walk.forget_pause()
@@ -240,7 +248,7 @@ class Driver:
             self._served = None
             self._set_ready(False)
         try:
-            served = self._walk.to(update, self._served)
+            found = self._walk.to(update, self._served)
         except EngineError as error:
             if type(error) is EngineError and update.base:
                 # Whatever was noted down may be at fault: all words can be compared instead.
@@ -248,15 +256,15 @@ class Driver:
             raise
         self._served, self._is_suspect = version, True
         self.host.served(version)
-        self._unproved = served
-        found = self._proved(update)
-        if found is None:
+        self._unproved = found
+        proved = self._proved(update)
+        if proved is None:
             raise EngineNotReady(
                 f"after the update the engine does not hold version {version.version}",
                 hint="It is brought there again, all words of it",
                 version=version.version,
             )
-        return found
+        return proved
 
     def _is_known(self, version: Version) -> bool:
         served = self._served
@@ -335,9 +343,12 @@ class Driver:
         self._miss_count = 0
         return state
 
-    def _back_off(self) -> float:
+    def _back_off(self, error: ThinwireError) -> float:
         self._failure_count += 1
         wait_s = _wait_s(self._failure_count)
+        if isinstance(error, EngineUnreachable):
+            # To ask costs nothing, and one that comes back serves the wrong weights.
+            wait_s = min(wait_s, _MAX_AWAY_WAIT_S)
         self._next_try_s = time.monotonic() + wait_s
         return wait_s
 
@@ -363,7 +374,7 @@ class Driver:
                 reason=str(error),
                 is_ready=self.is_ready,
                 served=None if self._served is None else self._served.version,
-                retry_s=self._back_off(),
+                retry_s=self._back_off(error),
             )
         )
 

@@ -105,6 +105,8 @@ class Walk:
         self._policy = policy
         self._deadlines = deadlines
         self._marker = marker
+        # Whether a call of ours to pause may still be on its way, though nobody waits for it.
+        self._is_pause_late = False
 
     def timer(self, step: str) -> Timer:
         """A timer for one step."""
@@ -116,8 +118,17 @@ class Walk:
         return self._marker.exists()
 
     def forget_pause(self) -> None:
-        """The engine runs: a pause from now on is somebody else's."""
-        self._marker.unlink(missing_ok=True)
+        """The engine runs: a pause from now on is somebody else's, unless one of ours is late."""
+        if not self._is_pause_late:
+            self._marker.unlink(missing_ok=True)
+
+    def resume(self, version: Version) -> None:
+        """Let an engine run that holds ``version``, and was paused by us.
+
+        Raises:
+            EngineNotReady: It does not.
+        """
+        self._resume(version)
 
     def to(self, update: Update, before: Version | None) -> Served:
         """Bring the engine to a version.
@@ -173,8 +184,10 @@ class Walk:
         self._mark()
         try:
             self._engine.pause(self._policy, self.timer("pause"))
+            self._is_pause_late = False
         except ThinwireError as error:
             # Nothing was changed; but it may be paused by now, or be paused later on.
+            self._is_pause_late = True
             if before is None:
                 raise
             try:

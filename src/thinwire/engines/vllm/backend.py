@@ -64,6 +64,7 @@ class Backend:
         self._label = ""  # what the model holds exactly; empty: not known
         self._staged: tuple[Message, Staged, Checkpoint] | None = None
         self._applied: tuple[str, str, Staged] | None = None  # token, label before, what was done
+        self._is_active = False  # between begin and end of an update
         self._sender, self._number = "", 0  # of the last message
         self._owner = ""  # of the driver that attached this rank
         self._beside: threading.Thread | None = None
@@ -100,6 +101,7 @@ class Backend:
 
     def start_weight_update(self) -> None:
         """Begin an update; nothing is touched yet."""
+        self._is_active = True
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
         """Do what a message says. A note says what became of it, on every rank."""
@@ -115,6 +117,7 @@ class Backend:
 
     def finish_weight_update(self) -> None:
         """End an update. What became of it is in the notes, and the driver goes by these."""
+        self._is_active = False
 
     def shutdown(self) -> None:
         """Let go of everything."""
@@ -199,7 +202,7 @@ class Backend:
         Checkpoint.open(Path(message.folder), ignore_subfolders=True)
         # The probes would overwrite the weights of another model before they fail.
         check_same_model(Path(message.folder), self.vllm_config)
-        return RankFacts()
+        return RankFacts(is_active=self._is_active)
 
     def _check_attached(self, message: Message) -> AttachedModel:
         """Raise EngineDetached unless this rank is attached, by the message's owner."""

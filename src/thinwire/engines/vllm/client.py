@@ -117,7 +117,10 @@ class VLLM:
         """Ask every rank whether it sees the host's copy and can leave notes there."""
         if not self._goes_through_update:
             with suppress(_NoModel):
-                self._tell("meet", update, timer)
+                notes = self._tell("meet", update, timer)
+                # A driver before this one died between begin and end: nobody else will end it.
+                if all(note.facts.is_active for note in notes):
+                    self._end(timer)
 
     def attach(self, update: Update, timer: Timer) -> None:
         """Have every rank find its index map and bring itself to the host's copy."""

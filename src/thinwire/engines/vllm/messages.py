@@ -89,6 +89,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
         unseen: Elements of the model that cannot be compared.
         differing: Words that are not the host's copy's; None: that does not show.
         swap_count: Words that an update exchanges.
+        is_active: Whether an update was begun and not ended.
     """
 
     way: str = ""
@@ -104,6 +105,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     unseen: int = 0
     differing: int | None = None
     swap_count: int = 0
+    is_active: bool = False
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
