@@ -5,10 +5,10 @@
 
 Run it in the environment of ``make test-engines``. MODEL is what vLLM starts from, the CHECKPOINTs
 what it is brought to, one after the other. With --made, a Llama with random weights is taken, of
-which one word in 333 changes by a bit at each step: SmolLM2's nine heads cannot be halved. Each step is taken by the index map, by the engine's
-loader from memory and by vLLM's own patches, and each must leave the same bits: every parameter is
-compared with those of vLLM's own loader, and the log-probabilities of a prompt as well, before any
-number counts.
+which one word in 333 changes by a bit at each step: SmolLM2's nine heads cannot be halved. Each step
+is taken by the index map, by the engine's loader from memory and by vLLM's own patches, and each
+must leave the same bits: every parameter is compared with those of vLLM's own loader, and the
+log-probabilities of a prompt must change, before any number counts.
 """
 
 from __future__ import annotations
@@ -140,12 +140,13 @@ def _measure(model: Any, folders: list[str], scratch: str) -> dict[str, Any]:
 
     loader = loader_of(model, None, 0)
     tensors = named_tensors(model)
+    buffers = [name for name, _ in model.named_buffers()]
     copies = [Checkpoint.open(path, ignore_subfolders=True) for path in folders]
     by_way: dict[str, AttachedModel] = {}
     facts: dict[str, Any] = {}
     rank = f"rank-{os.getpid()}"
     for way in ("dense", "patches", "map"):
-        attached = AttachedModel(tensors, loader, Path(scratch) / rank, [way])
+        attached = AttachedModel(tensors, loader, Path(scratch) / rank, [way], buffers=buffers)
         found = attached.attach(copies[0])
         by_way[way] = attached
         if way == "map":
@@ -160,7 +161,7 @@ def _measure(model: Any, folders: list[str], scratch: str) -> dict[str, Any]:
     facts["model_bytes"] = sum(t.numel() * t.element_size() for t in tensors.values())
     facts["map"]["share"] = facts["map"]["bytes"] / facts["model_bytes"]
     steps = []
-    for old, new in zip(copies[:-1], copies[1:], strict=True):
+    for old, new in pairwise(copies):
         places = {name: _changed(old, new, name) for name in names}
         places = {name: at for name, at in places.items() if at.size}
         count = sum(int(at.size) for at in places.values())
@@ -170,8 +171,8 @@ def _measure(model: Any, folders: list[str], scratch: str) -> dict[str, Any]:
         for _ in range(ROUNDS):
             for way, attached in by_way.items():
                 by_way["dense"].apply(by_way["dense"].stage(old, None), old)
-                stage_s, staged = _timed(lambda a=attached: a.stage(new, places))
-                apply_s, _ = _timed(lambda a=attached, s=staged: a.apply(s, new))
+                stage_s, staged = _timed(partial(attached.stage, new, places))
+                apply_s, _ = _timed(partial(attached.apply, staged, new))
                 seconds[way].append(apply_s)
                 if way == "map":
                     seconds["stage"].append(stage_s)

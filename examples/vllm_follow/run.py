@@ -130,7 +130,7 @@ def vllm(model: Path, scratch: Path) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """A free port below those that connections are given: vLLM takes it only half a minute later."""
+    """A free port, below those that connections are given: vLLM takes it half a minute later."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe:
             try:
@@ -157,7 +157,7 @@ def until_up(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None
 
 @contextmanager
 def lines_of(command: list[str]) -> Iterator[Iterator[dict[str, Any]]]:
-    """What a process prints, a JSON object a line; it is ended at the end, or when it takes long."""
+    """What a process prints, a JSON object a line; it is ended at the end, or when it is late."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     alarm = threading.Timer(DEADLINE_S, process.terminate)
     alarm.start()

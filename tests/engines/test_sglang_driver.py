@@ -114,7 +114,7 @@ def test_twenty_updates_under_load(
             for _ in range(20):
                 label = trainer.publish()
                 served = run.next()
-                assert (served.label, served.is_proved) == (label, True)
+                assert (served.label, served.is_proved) == (label, None)
                 assert list(served.phases)[-1] == "prove"
                 ways.append(served.way)
                 pauses_s.append(served.pause_s)
@@ -178,7 +178,7 @@ def test_a_failed_load_is_mended_in_the_same_pause(
             served = run.next()
             time.sleep(0.3)
         run.close()
-        assert (served.label, served.is_proved) == (label, True)
+        assert (served.label, served.is_proved) == (label, None)
         assert "attach" in served.phases
         assert ask(endpoint, "new", 3).runs(trainer.digests) == [(label, label)]
     for answer in clients.answers:
@@ -198,7 +198,7 @@ def test_a_load_that_did_not_happen_is_found_and_made_good(
         served = run.next()
         run.close()
         assert [failure.code for failure in run.failures] == [EngineNotReady.code]
-        assert (served.label, served.way, served.is_proved) == (label, "attach", True)
+        assert (served.label, served.way, served.is_proved) == (label, "attach", None)
         assert ask(endpoint, "new", 3).runs(trainer.digests) == [(label, label)]
 
 
@@ -212,7 +212,8 @@ def test_a_load_that_hangs_is_waited_for_and_made_again(trainer: Trainer, tmp_pa
         served = run.next()
         run.close()
         assert served.label == label
-        assert served.phases["attach"] > 1.0
+        assert served.way == "attach"
+        assert served.pause_s > 1.0
         assert ask(endpoint, "new", 3).runs(trainer.digests) == [(label, label)]
 
 
@@ -239,7 +240,7 @@ def test_a_server_that_dies_and_comes_back(
         thread = threading.Thread(target=restart, daemon=True)
         thread.start()
         served = run.next()
-        assert (served.label, served.way, served.is_proved) == (label, "attach", True)
+        assert (served.label, served.way, served.is_proved) == (label, "attach", None)
         assert run.failures[0].code == EngineNotReady.code
         assert run.readiness[-2:] == [False, True]
         assert ask(endpoint, "new", 3).runs(trainer.digests) == [(label, label)]
@@ -258,7 +259,7 @@ def test_the_command(trainer: Trainer, tmp_path: Path) -> None:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         told = json.loads(done.stdout)
-        assert (told["label"], told["way"], told["is_proved"]) == (label, "attach", True)
+        assert (told["label"], told["way"], told["is_proved"]) == (label, "attach", None)
         assert "adm1n" not in done.stdout + done.stderr
         assert ask(endpoint, "a", 3).runs(trainer.digests) == [(label, label)]
         wrong = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -270,12 +271,8 @@ def test_a_policy_that_it_cannot_carry_out_changes_nothing(
 ) -> None:
     with server(write_model(tmp_path / "base", 0)) as endpoint:
         trainer.publish()
-        run = Run(trainer, endpoint, tmp_path, Policy(cache="keep", pause="wait"))
-        version = run.driver.follower.catch_up()
-        assert version is not None
         with pytest.raises(InvalidArgument):
-            run.driver.bring_to(version)
-        run.close()
+            Run(trainer, endpoint, tmp_path, Policy(cache="keep", pause="wait"))
         assert ask(endpoint, "a", 3).runs(trainer.digests) == [("default", "default")]
 
 

@@ -355,7 +355,8 @@ def test_a_loader_that_fails_half_way(at: int, tmp_path: Path) -> None:
         facts = attached(engine, tmp_path).attach(copy)
     except EngineError as error:
         # Where it failed as the weights were put back, the engine must be started again.
-        assert "do not hold" in error.message
+        if "do not hold" not in error.message:
+            raise
         engine.load_weights(tensors.items())
         facts = attached(engine, tmp_path).attach(copy)
     assert not facts.is_cached

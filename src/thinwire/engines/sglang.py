@@ -227,12 +227,14 @@ class SGLang:
         """Compare the first row of some tensors with the folder's, and the label.
 
         Returns:
-            False where one differs; None where the server shows none of them, which is so for
-            quantised models and for those whose SGLang class cannot show them.
+            False where one differs. Otherwise None: what a server shows is a small part, in which
+            two versions may well be equal; for quantised models, and for those whose SGLang class
+            cannot show them, it is nothing.
         """
-        is_proved = self._compare(update, timer)
-        self._is_doubted |= is_proved is False
-        return is_proved
+        if self._compare(update, timer) is False:
+            self._is_doubted = True
+            return False
+        return None
 
     def _compare(self, update: Update, timer: Timer) -> bool | None:
         if self._routes.label(timer) != update.label:

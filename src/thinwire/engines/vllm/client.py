@@ -37,6 +37,7 @@ _MAX_LOOK_S = 0.1
 # How long a note may take to show once the call was answered.
 _GRACE_S = 2.0
 _MAX_RANKS = 1 << 14
+_DISAGREEING = 500
 _BESIDE = ("stage", "prove")
 _DETACHED = (EngineDetached.code, TensorMismatch.code)
 _DEV_HINT = (
@@ -103,8 +104,14 @@ class VLLM:
 
         A restart shows in the label, which vLLM forgets, and in the ranks' notes.
         """
-        label = self._label(timer)
-        is_paused = self._get("/is_paused", timer).get("is_paused")
+        try:
+            label = self._label(timer)
+            is_paused = self._get("/is_paused", timer).get("is_paused")
+        except EngineError as error:
+            if error.context.get("status") != _DISAGREEING:
+                raise
+            # Its data-parallel replicas do not agree on it: then nothing is known.
+            return EngineState("", "", False)
         # Where it can sleep at all.
         sleeping = self._http.call("GET", "/is_sleeping", timer=timer, ok=(200, 404))
         is_asleep = isinstance(sleeping, Mapping) and sleeping.get("is_sleeping")
