@@ -5,10 +5,11 @@
 
 Run it in the environment of ``make test-engines``. MODEL is what vLLM starts from, the CHECKPOINTs
 what it is brought to, one after the other. With --made, a Llama with random weights is taken, of
-which one word in 333 changes by a bit at each step: SmolLM2's nine heads cannot be halved. Each step
-is taken by the index map, by the engine's loader from memory and by vLLM's own patches, and each
-must leave the same bits: every parameter is compared with those of vLLM's own loader, and the
-log-probabilities of a prompt must change, before any number counts.
+which one word in 333 changes by a bit at each step: SmolLM2's nine heads cannot be halved.
+
+Each step is taken by the index map, by the engine's loader from memory and by vLLM's own patches,
+and each must leave the same bits: every parameter is compared with those of vLLM's own loader, and
+the log-probabilities of a prompt must change, before any number counts.
 """
 
 from __future__ import annotations

@@ -21,10 +21,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import EngineError, TensorMismatch
-from thinwire.torch.attached import AttachedModel, Loader, Patch, Way
+from thinwire.torch.attached import AttachedModel
 from thinwire.torch.index_map import IndexMap
 from thinwire.torch.live import parameters_of
 from thinwire.torch.map_file import read_map, write_map
+from thinwire.torch.ways import Loader, Patch, Way
 
 from .layouts import (
     HIDDEN,

@@ -63,7 +63,7 @@ class ProofKind(StrEnum):
 
 
 class WayKind(StrEnum):
-    """How vLLM's weights are changed; see :mod:`thinwire.torch.attached`."""
+    """How vLLM's weights are changed; see :mod:`thinwire.torch.ways`."""
 
     MAP = "map"
     DENSE = "dense"
@@ -205,6 +205,11 @@ def attach(
         from thinwire.follow import open_stream
         from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES
 
+        if once and ready_file is not None:
+            raise InvalidArgument(
+                "--ready-file goes with the process, which --once ends",
+                hint="Leave one of --once and --ready-file out",
+            )
         policy = Policy(cache=cache.value, pause=pause.value)
         ways = [kind.value for kind in way or ()]
         driven = _engine(engine, endpoint, ways, unfed or [], prove)
@@ -301,6 +306,9 @@ def _print(served: Served, as_json: bool) -> None:
             "is_proved": served.is_proved,
         }
         print_json_line({**version_json(served.version), **more})
+        return
+    if served.way == "proved":
+        print(f"{version_line(served.version)}; the engine is there, proved", flush=True)
         return
     phases = ", ".join(f"{name} {1000 * s:.1f}" for name, s in served.phases.items())
     proof = {True: "proved", None: "not compared", False: "WRONG"}[served.is_proved]

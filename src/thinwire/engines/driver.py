@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ _LOG = logging.getLogger("thinwire")
 
 _MAX_WAIT_S = 60.0
 _MAX_AWAY_WAIT_S = 3.0
+_LABEL = re.compile(r"[0-9]+-[0-9a-f]{12}\Z")
 # An engine that is busy answers late: only after so many looks without an answer it is not ready.
 _MAX_MISSES = 3
 
@@ -85,6 +87,8 @@ class Driver:
         self._unproved: Served | None = None
         self._failure_count = 0
         self._refusal_count = 0
+        self._rival = ""  # the label that somebody else gave the engine
+        self._rival_count = 0
         self._next_try_s = 0.0
         self._miss_count = 0
         self._lock = threading.Lock()  # held by whoever asks the engine something
@@ -142,6 +146,7 @@ class Driver:
             target=self._watch, args=(look_s, is_ended), name="thinwire-watch", daemon=True
         )
         watcher.start()
+        self._greet()
         try:
             while not self._is_stopped.is_set():
                 try:
@@ -186,6 +191,26 @@ class Driver:
         if served is not None:
             self._tell(served)
         return served
+
+    def _greet(self) -> None:
+        """Say at once, not after a long fetch, that the engine is not where it should be."""
+        try:
+            with self._lock:
+                self._state()
+        except ThinwireError as error:
+            self._observers.on_event(
+                EngineFailed(
+                    url=self.follower.stream.url,
+                    lineage="",
+                    version=0,
+                    engine=self.engine.name,
+                    code=error.code,
+                    reason=str(error),
+                    is_ready=False,
+                    served=None,
+                    retry_s=0.0,
+                )
+            )
 
     def _follow(self, poll_s: float, look_s: float) -> Iterator[Served]:
         for _ in self.follower.watch(poll_s=poll_s, idle_s=look_s):
@@ -247,6 +272,10 @@ class Driver:
         if not is_known:
             self._served = None
             self._set_ready(False)
+        if before is not None and state.label != label_of(before):
+            self._note_rival(state.label)
+        if self._rival:
+            self._meet_rival()
         try:
             found = self._walk.to(update, self._served)
         except EngineError as error:
@@ -265,6 +294,24 @@ class Driver:
                 version=version.version,
             )
         return proved
+
+    def _note_rival(self, label: str) -> None:
+        if _LABEL.match(label):
+            self._rival = label
+
+    def _meet_rival(self) -> None:
+        """Say that somebody else drives the engine, and wait longer each time before taking it.
+
+        Raises:
+            EngineError: As said.
+        """
+        label, self._rival = self._rival, ""
+        self._rival_count += 1
+        self._failure_count = max(self._failure_count, self._rival_count)
+        raise EngineError(
+            f"somebody else brought the {self.engine.name} engine to {label}",
+            hint="Two drivers take it from each other: stop one of them",
+        )
 
     def _is_known(self, version: Version) -> bool:
         served = self._served
@@ -320,6 +367,7 @@ class Driver:
         except ThinwireError:
             return
         if state.label != label_of(served):
+            self._note_rival(state.label)
             self._served = None
             self._set_ready(False)
         elif state.is_paused:

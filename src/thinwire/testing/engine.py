@@ -24,9 +24,10 @@ from thinwire.engines.engine import EngineState, Policy, Timer, Update
 from thinwire.engines.host import FOLDER_NAME, places_path
 from thinwire.engines.places import read_places
 from thinwire.errors import EngineDetached, EngineError, EngineUnreachable, ThinwireError
-from thinwire.torch.attached import AttachedModel, Loader, Staged
+from thinwire.torch.attached import AttachedModel
 from thinwire.torch.index_map import Int64s
 from thinwire.torch.live import named_tensors, torch_dtype
+from thinwire.torch.ways import Loader, Staged
 
 STEPS = (
     "state",

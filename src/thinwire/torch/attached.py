@@ -13,11 +13,9 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,12 +27,10 @@ from thinwire.errors import EngineError, TensorMismatch
 from thinwire.torch.index_map import IndexMap, Int64s
 from thinwire.torch.live import Parameter, parameters_of, torch_dtype
 from thinwire.torch.map_file import read_map, write_map
-from thinwire.torch.probing import Load, Prober, can_probe
+from thinwire.torch.probing import Prober, can_probe
 from thinwire.torch.samples import Sample, digest_of, moved_parameters
-from thinwire.torch.scatter import Change, LiveModel, Swap, Words
-
-Way = Literal["map", "dense", "patches", "reload"]
-WAYS: tuple[Way, ...] = ("map", "dense", "patches", "reload")
+from thinwire.torch.scatter import Change, LiveModel, Words
+from thinwire.torch.ways import WAYS, Facts, Loader, Patch, Staged, Way
 
 # Of words that are exchanged with themselves, to find out what one costs.
 _MEASURED_SHARE = 0.01
@@ -45,82 +41,6 @@ _DENSE_SHARE = 1 / 20
 _DENSE_MARGIN = 4
 # Parameters of fewer elements are scales and the like, which an engine makes by itself.
 _SCALE_ELEMENTS = 256
-
-
-class Patch(NamedTuple):
-    """Changed words of a tensor, as :attr:`Loader.patch` takes them; flat positions."""
-
-    name: str
-    shape: tuple[int, ...]
-    positions: torch.Tensor
-    values: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loader:
-    """What an engine can do with weights.
-
-    Attributes:
-        identity: Engine, release, model class and rank: what a cached map depends on.
-        load: Loads tensors by their checkpoint names into the parameters, in place.
-        patch: Loads changed words; None: the engine has no such function.
-        reload: Loads all tensors and processes them as after a start; None: it cannot.
-        synchronize: Waits for the device.
-        tensors: Gives the model's tensors as they are now; None: they are never replaced.
-    """
-
-    identity: str
-    load: Load
-    patch: Callable[[Sequence[Patch]], object] | None = None
-    reload: Load | None = None
-    synchronize: Callable[[], None] = field(default=lambda: None)
-    tensors: Callable[[], Mapping[str, torch.Tensor]] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What attaching found out.
-
-    Attributes:
-        way: The way of updates.
-        reason: Why it is not the map, where that was tried.
-        run_count: Runs of the map.
-        map_bytes: What the map takes.
-        is_cached: Whether the map was found in the cache.
-        probe_s: Seconds that finding it took, without restoring the weights.
-        dense_s: Seconds that the engine's loader took for all tensors; None: it was not asked.
-        refused: Parameters that cannot be placed, with why.
-        loose: Tensors that go the dense way.
-        absent: Tensors of which nothing is held here.
-        uncovered: Parameters that no tensor feeds, with their elements.
-    """
-
-    way: Way
-    reason: str = ""
-    run_count: int = 0
-    map_bytes: int = 0
-    is_cached: bool = False
-    probe_s: float = 0.0
-    dense_s: float | None = None
-    refused: Mapping[str, str] = field(default_factory=dict)
-    loose: Sequence[str] = ()
-    absent: Sequence[str] = ()
-    uncovered: Mapping[str, int] = field(default_factory=dict)
-
-
-class Staged(NamedTuple):
-    """A prepared update: words to exchange, and whole tensors to load."""
-
-    swap: Swap | None
-    dense: list[str]
-    patches: list[Patch]
-    touched: list[str]
-    is_reload: bool = False
-
-    @property
-    def can_be_undone(self) -> bool:
-        """Whether exchanging the words once more takes it back."""
-        return not (self.dense or self.patches or self.is_reload)
 
 
 class AttachedModel:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from thinwire.engines.transformers.protocol import ApiError, Asked, Limits, Options
-from thinwire.errors import InvalidArgument
+from thinwire.errors import InvalidArgument, NotFound
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -86,7 +86,13 @@ def load(folder: Path, *, dtype: str, device: str) -> Loaded:
 
     Raises:
         InvalidArgument: transformers cannot load it.
+        NotFound: There is no such folder.
     """
+    if not folder.is_dir():
+        # transformers would take the path for a name on a hub.
+        raise NotFound(
+            f"there is no folder {folder}", hint="Give a model's folder", path=str(folder)
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     quiet: Any = logging.disable_progress_bar

@@ -31,9 +31,10 @@ from thinwire.engines.vllm.loading import (
 )
 from thinwire.engines.vllm.messages import Message, Note, RankFacts, write_note
 from thinwire.errors import EngineDetached, EngineError, ThinwireError
-from thinwire.torch.attached import WAYS, AttachedModel, Staged
+from thinwire.torch.attached import AttachedModel
 from thinwire.torch.index_map import Int64s
 from thinwire.torch.live import named_tensors
+from thinwire.torch.ways import WAYS, Staged
 
 _LOG = logging.getLogger("thinwire")
 

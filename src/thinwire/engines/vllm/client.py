@@ -55,7 +55,7 @@ class VLLM:
         endpoint: Where it listens.
         api_key: What it was started with, where it was.
         ways: The ways that weights may be changed, of "map", "dense", "patches" and "reload"; see
-            :mod:`thinwire.torch.attached`. Empty: all.
+            :mod:`thinwire.torch.ways`. Empty: all.
         unfed: Shell patterns of the engine's parameters that stay as it has them, because the
             stream does not hold them, such as ``["vision_tower.*"]``.
         prove: What is compared after an update: "all" words, which reads the whole model once
@@ -122,12 +122,15 @@ class VLLM:
 
     def meet(self, update: Update, timer: Timer) -> None:
         """Ask every rank whether it sees the host's copy and can leave notes there."""
+        # It may have been started again: the ranks that were attached are not asked after.
+        self._boots = {}
         if not self._goes_through_update:
             with suppress(_NoModel):
                 notes = self._tell("meet", update, timer)
                 # A driver before this one died between begin and end: nobody else will end it.
                 if all(note.facts.is_active for note in notes):
                     self._end(timer)
+                self._is_begun = False
 
     def attach(self, update: Update, timer: Timer) -> None:
         """Have every rank find its index map and bring itself to the host's copy."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from thinwire.errors import EngineError
-from thinwire.torch.attached import Loader, Patch
 from thinwire.torch.live import named_tensors
 from thinwire.torch.probing import Load
+from thinwire.torch.ways import Loader, Patch
 
 # What decides the shapes of a model's weights.
 _SHAPING = (
