@@ -9,6 +9,7 @@ import pytest
 
 from .following import Rollout
 from .fresh import FreshLoads
+from .gate import Gate
 from .making import tiny_llama
 from .server import VllmServer
 from .sharing import Servers
@@ -63,6 +64,12 @@ def servers(
 def server(request: pytest.FixtureRequest, servers: Servers) -> VllmServer:
     """A server of one rank with the tied model, or (parameter 2) of two with the untied one."""
     return servers.of_ranks(getattr(request, "param", 1))
+
+
+@pytest.fixture
+def gate(server: VllmServer) -> Iterator[Gate]:
+    with Gate(server.port) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from thinwire.engines.driver import Served
     from thinwire.engines.engine import Engine
 
-API_KEY_VARIABLE = "THINWIRE_ENGINE_KEY"
+KEY_VARIABLE = "THINWIRE_ENGINE_KEY"
+ADMIN_KEY_VARIABLE = "THINWIRE_ENGINE_ADMIN_KEY"
 
 
 class EngineKind(StrEnum):
@@ -185,8 +186,8 @@ def attach(
         Path | None,
         typer.Option(
             show_default=False,
-            help="A file that is there exactly while the engine serves one whole version of the "
-            "stream: for a readiness probe.",
+            help="A file that is there while the engine serves one whole version of the stream, "
+            "touched at each look: for a readiness probe, which should ask for its age.",
         ),
     ] = None,
     metrics_port: MetricsPort = None,
@@ -196,7 +197,8 @@ def attach(
     """Keep a running engine at the newest version of a stream; print a line for each update.
 
     Fetching, decoding and verifying happen while it serves; the pause holds the change of the
-    weights, the cache policy and the label. The engine's key is read from THINWIRE_ENGINE_KEY.
+    weights, the cache policy and the label. The engine's key is read from THINWIRE_ENGINE_KEY,
+    SGLang's second one from THINWIRE_ENGINE_ADMIN_KEY.
     What fails is logged and tried again: the engine serves what it served, or is not ready.
     """
     with reported(as_json, is_lines=True), ExitStack() as stack:
@@ -252,7 +254,8 @@ def attach(
 def _engine(
     kind: EngineKind, endpoint: str | None, ways: list[str], unfed: list[str], prove: ProofKind
 ) -> Engine:
-    key = os.environ.get(API_KEY_VARIABLE) or None
+    key = os.environ.get(KEY_VARIABLE) or None
+    admin_key = os.environ.get(ADMIN_KEY_VARIABLE) or None
     if kind is EngineKind.VLLM:
         from thinwire.engines.vllm import VLLM
 
@@ -270,7 +273,10 @@ def _engine(
         )
     from thinwire.engines.sglang import SGLang
 
-    return SGLang(endpoint or "http://127.0.0.1:30000", admin_key=key)
+    at = endpoint or "http://127.0.0.1:30000"
+    if admin_key is None:
+        return SGLang(at, admin_key=key)
+    return SGLang(at, admin_key=admin_key, api_key=key)
 
 
 def _ready_file(path: Path | None) -> Callable[[bool], None]:

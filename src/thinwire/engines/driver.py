@@ -52,8 +52,8 @@ class Driver:
             system: ranks map its files.
         policy: What happens to requests and caches. There is no default: stale keys are a choice.
         deadlines: How long steps may take.
-        on_ready: Told whether the engine may be sent requests, whenever that changes, in any
-            thread; what it raises is logged.
+        on_ready: Told whether the engine may be sent requests, whenever that changes, and again at
+            each look that finds it so; in any thread. What it raises is logged.
         observer: Told of every event of the stream, and of every update of the engine.
         follower_options: More of what :class:`thinwire.Follower` takes, such as ``cache_dir``.
 
@@ -257,8 +257,6 @@ class Driver:
             self._is_suspect = True
             state = state._replace(is_paused=False)
         is_there = state.label == update.label and not state.is_paused
-        if not state.is_paused:
-            self._walk.forget_pause()
         if is_there and not self._is_known(version):
             # After a restart of this process, or a doubt: what it says is proved, while it serves.
             found = self._proved(update)
@@ -337,6 +335,9 @@ class Driver:
             if is_proved is False:
                 self._walk.hold()
             return None
+        if self._walk.is_ours():
+            # A driver that died in a pause left the mark; some engines do not say that they wait.
+            self._walk.resume(version)
         self._served, self._is_suspect = version, False
         self.host.served(version)
         served, self._unproved = self._unproved, None
@@ -373,6 +374,8 @@ class Driver:
         elif state.is_paused:
             self._is_suspect = True
             self._set_ready(False)
+        elif self._is_ready:
+            self._tell_ready(True)
 
     def _state(self) -> EngineState:
         """Ask the engine. Busy it answers late, which is not wrong; for long, it is gone.
@@ -448,6 +451,9 @@ class Driver:
         if is_ready == self._is_ready:
             return
         self._is_ready = is_ready
+        self._tell_ready(is_ready)
+
+    def _tell_ready(self, is_ready: bool) -> None:
         if self._on_ready is not None:
             try:
                 self._on_ready(is_ready)

@@ -117,11 +117,6 @@ class Walk:
         """Whether it was us who paused the engine, in this process or one before."""
         return self._marker.exists()
 
-    def forget_pause(self) -> None:
-        """The engine runs: a pause from now on is somebody else's, unless one of ours is late."""
-        if not self._is_pause_late:
-            self._marker.unlink(missing_ok=True)
-
     def resume(self, version: Version) -> None:
         """Let an engine run that holds ``version``, and was paused by us.
 
@@ -294,7 +289,8 @@ class Walk:
                 hint=last.hint or "It is tried again",
                 version=version.version,
             ) from last
-        self.forget_pause()
+        if not self._is_pause_late:
+            self._marker.unlink(missing_ok=True)
 
     def _mark(self) -> None:
         try:

@@ -235,12 +235,6 @@ class AttachedModel:
             index_map = index_map.without(
                 dict.fromkeys(changed, "the loader changes some of the values that it writes to it")
             )
-        is_asked = any(count and can_probe(dtype) for dtype, count in index_map.tensors.values())
-        if is_asked and parameters and not len(index_map.runs) and not index_map.refused:
-            raise EngineError(
-                "the engine's loader put no tensor of the checkpoint anywhere",
-                hint="Are the tensors' names those that the engine loads?",
-            )
         self._check_layout(copy, parameters, samples, index_map)
         if not is_cached:
             write_map(path, index_map)

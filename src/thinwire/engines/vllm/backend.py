@@ -173,7 +173,7 @@ class Backend:
         """Do something and leave a note of it."""
         start_s = time.perf_counter()
         try:
-            facts = do(message)
+            facts = msgspec.structs.replace(do(message), is_active=self._is_active)
         except Exception as error:
             _LOG.exception("thinwire: %s failed", message.do)
             told = {"error": repr(error)[:500]}
@@ -203,7 +203,7 @@ class Backend:
         Checkpoint.open(Path(message.folder), ignore_subfolders=True)
         # The probes would overwrite the weights of another model before they fail.
         check_same_model(Path(message.folder), self.vllm_config)
-        return RankFacts(is_active=self._is_active)
+        return RankFacts()
 
     def _check_attached(self, message: Message) -> AttachedModel:
         """Raise EngineDetached unless this rank is attached, by the message's owner."""

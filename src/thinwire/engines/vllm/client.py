@@ -89,7 +89,8 @@ class VLLM:
         )
         self._owner = secrets.token_hex(8)
         self._numbers = itertools.count(1)
-        self._is_begun = False
+        # Whether a begin of ours was sent, and no end of it was answered.
+        self._may_be_open = False
         self._boots: dict[int, str] = {}
         self._goes_through_update = False  # before vLLM 0.26
         self.facts: list[RankFacts] = []
@@ -128,20 +129,18 @@ class VLLM:
             with suppress(_NoModel):
                 notes = self._tell("meet", update, timer)
                 # A driver before this one died between begin and end: nobody else will end it.
-                if all(note.facts.is_active for note in notes):
-                    self._end(timer)
-                self._is_begun = False
+                self._may_be_open = True
+                self._end_open(notes, timer)
 
     def attach(self, update: Update, timer: Timer) -> None:
         """Have every rank find its index map and bring itself to the host's copy."""
         self._boots = {}
-        # What an earlier update of ours may have left open would refuse the next one.
-        self._end_begun(timer)
         try:
             notes = self._tell("attach", update, timer)
         except _NoModel:
             self._goes_through_update = True
             notes = self._tell("attach", update, timer)
+        self._end_open(notes, timer)
         self._boots = {note.rank: note.boot for note in notes}
         self.facts = [note.facts for note in notes]
         for note in notes:
@@ -180,7 +179,13 @@ class VLLM:
 
     def stage(self, update: Update, timer: Timer) -> None:
         """Have every rank prepare the update, in a thread beside the serving one."""
-        self._tell("stage", update, timer)
+        notes = self._tell("stage", update, timer)
+        is_open = any(note.facts.is_active for note in notes) and not self._goes_through_update
+        if is_open and not self._end_open(notes, timer):
+            raise EngineError(
+                "somebody else's weight update is open in vLLM",
+                hint="Nothing is done while it is; only one may drive the engine",
+            )
 
     def pause(self, policy: Policy, timer: Timer) -> None:
         """Hold requests back; the caches stay as they are."""
@@ -196,14 +201,14 @@ class VLLM:
     def undo(self, update: Update, timer: Timer) -> bool:
         """Have every rank put the old words back."""
         try:
-            self._tell("undo", update, timer)
+            notes = self._tell("undo", update, timer)
         except EngineUnreachable:
             raise
         except EngineError as error:
             _LOG.warning("the update cannot be taken back: %s", error)
             return False
         # Ranks that had no part in the failure still wait for the end.
-        self._end_begun(timer)
+        self._end_open(notes, timer)
         return True
 
     def empty_caches(self, policy: Policy, timer: Timer) -> None:
@@ -264,6 +269,7 @@ class VLLM:
     def _begin(self, timer: Timer) -> None:
         # Releases before 0.26 ask for the format; ours is neither of theirs.
         body = {"is_checkpoint_format": False}
+        self._may_be_open = True
         try:
             self._call_dev("/start_weight_update", timer, json=body, ok=(200, 404))
         except EngineUnreachable:
@@ -273,21 +279,23 @@ class VLLM:
                 f"vLLM does not begin a weight update: {error.message}",
                 hint="Does somebody else update its weights? Only one driver may",
             ) from error
-        self._is_begun = True
 
-    def _end_begun(self, timer: Timer) -> None:
-        """End an update that was begun here; never anybody else's.
+    def _end_open(self, notes: Sequence[Note], timer: Timer) -> bool:
+        """End an update of ours that is open on every rank; returns whether there was one.
 
-        One that was not begun must not be ended at all: several ranks raise then, vLLM hears one of
-        them, and takes what the others said for the answers to its next calls.
+        One that is not open must not be ended: several ranks raise then, vLLM hears one of them,
+        and takes what the others said for the answers to its next calls.
         """
-        if self._is_begun:
-            with suppress(ThinwireError):
-                self._end(timer)
+        is_open = all(note.facts.is_active for note in notes)
+        if self._goes_through_update or not (is_open and self._may_be_open):
+            return False
+        with suppress(ThinwireError):
+            self._end(timer)
+        return True
 
     def _end(self, timer: Timer) -> None:
-        self._is_begun = False
         self._http.call("POST", "/finish_weight_update", timer=timer, json={}, ok=(200, 404))
+        self._may_be_open = False
 
     def _message(self, do: Do, update: Update) -> dict[str, Any]:
         return {
