@@ -3,8 +3,8 @@
     python fuzz/run.py --seconds 600 [--target native] [--seed 7]
 
 Targets: `native` (the kernels under AddressSanitizer and UBSan, built into build/fuzz), and in
-Python, under atheris where it is installed, `container`, `safetensors`, `weight_index`, `redo_log`
-and `manifest`. They run one after another and share the time. Inputs that fail are kept in .fuzz/;
+Python, under atheris where it is installed, `container`, `safetensors`, `weight_index`, `redo_log`,
+`manifest`, `places` and `index_map`. They run one after another and share the time. Inputs that fail are kept in .fuzz/;
 make them small and put them into fuzz/corpus/, which the tests replay.
 """
 
@@ -25,7 +25,7 @@ BUILD = ROOT / "build" / "fuzz"
 KEEP = ROOT / ".fuzz"
 # Parts of the time: the kernels write memory, the container is the way in.
 SHARES = {"native": 4, "container": 3, "safetensors": 1, "weight_index": 1, "redo_log": 1}
-SHARES |= {"manifest": 1}
+SHARES |= {"manifest": 1, "places": 1, "index_map": 1}
 
 # Some memory of every run stays with atheris; a new process gives it back.
 SLICE_SECONDS = 120

@@ -20,7 +20,7 @@ from thinwire.checkpoint.strict_json import parse_object
 ROOT = CORPUS.parents[1]
 # About half a second each.
 ITERATIONS = {"container": 400, "safetensors": 1500, "weight_index": 500, "redo_log": 1500}
-ITERATIONS |= {"manifest": 1500}
+ITERATIONS |= {"manifest": 1500, "places": 1500, "index_map": 1000}
 MAX_FILE_BYTES = 4000
 MAX_CORPUS_BYTES = 200_000
 
