@@ -12,7 +12,7 @@ from .server import VllmServer
 # For the versions told with each token, and for what was found in the prefix cache.
 _ARGUMENTS = ("--enable-scale-out", "--enable-prompt-tokens-details")
 
-# oneDNN keeps compiled kernels for every shape of a batch that it met, some hundred KiB each: memory
+# oneDNN keeps compiled kernels for every shape of a batch that it met, some 100 KiB each: memory
 # grows for hundreds of requests, and what an update might leave behind cannot be told from it.
 _ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 

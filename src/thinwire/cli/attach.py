@@ -169,6 +169,9 @@ def attach(
         float,
         typer.Option(min=0.01, max=3600, help="The shortest time between two looks, in seconds."),
     ] = 1.0,
+    ask_deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for what the engine answers at once.")
+    ] = 10.0,
     stage_deadline: Annotated[
         float, typer.Option(min=0.1, help="Seconds for preparing an update, and for the proof.")
     ] = 600.0,
@@ -224,6 +227,7 @@ def attach(
                 folder,
                 policy=policy,
                 deadlines=Deadlines(
+                    ask=ask_deadline,
                     stage=stage_deadline,
                     prove=stage_deadline,
                     pause=pause_deadline,
