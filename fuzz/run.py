@@ -4,8 +4,8 @@
 
 Targets: `native` (the kernels under AddressSanitizer and UBSan, built into build/fuzz), and in
 Python, under atheris where it is installed, `container`, `safetensors`, `weight_index`, `redo_log`,
-`manifest`, `places` and `index_map`. They run one after another and share the time. Inputs that fail are kept in .fuzz/;
-make them small and put them into fuzz/corpus/, which the tests replay.
+`manifest`, `places` and `index_map`. They run one after another and share the time. Inputs that
+fail are kept in .fuzz/; make them small and put them into fuzz/corpus/, which the tests replay.
 """
 
 from __future__ import annotations
