@@ -17,12 +17,9 @@ from .gate import Gate, not_found
 from .server import VllmServer
 
 
-def test_once(server: VllmServer, rollout: Rollout, fresh: FreshLoads, tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
+def test_once(server: VllmServer, rollout: Rollout, fresh: FreshLoads) -> None:
     for _ in range(2):
-        status, lines, log = Sidecar(
-            rollout, server.endpoint, "--once", f"--ready-file={ready}"
-        ).run()
+        status, lines, log = Sidecar(rollout, server.endpoint, "--once").run()
         assert status == 0, log
         (line,) = lines
         (label,) = list(rollout.models)[-1:]
@@ -33,8 +30,6 @@ def test_once(server: VllmServer, rollout: Rollout, fresh: FreshLoads, tmp_path:
             "meet", "pause", "attach", "caches", "label", "resume", "prove",
         }  # fmt: skip
         assert 0 < line["pause_s"] < 60
-        # It ended, so nobody follows any more.
-        assert not ready.exists()
         check_serves(server, rollout, fresh, label)
         rollout.change()
 
@@ -65,15 +60,19 @@ def test_until_it_is_stopped(
     check_serves(server, rollout, fresh, version)
 
 
-def test_no_engine(rollout: Rollout, tmp_path: Path) -> None:
+def test_no_engine(rollout: Rollout) -> None:
+    status, lines, _ = Sidecar(rollout, f"http://127.0.0.1:{free_port()}", "--once").run()
+    assert status != 0
+    assert "unreachable" in json.dumps(lines)
+
+
+def test_a_ready_file_does_not_outlive_the_process(rollout: Rollout, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
-    ready.touch()
     status, lines, _ = Sidecar(
         rollout, f"http://127.0.0.1:{free_port()}", "--once", f"--ready-file={ready}"
     ).run()
     assert status != 0
-    assert "unreachable" in json.dumps(lines)
-    assert not ready.exists()
+    assert "--ready-file" in json.dumps(lines)
 
 
 def test_without_its_routes_the_failure_says_how_to_start_vllm(

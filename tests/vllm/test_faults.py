@@ -109,7 +109,7 @@ class TestOthers:
             driver.follower.catch_up()
             server.post("/start_weight_update")
             for _ in range(2):
-                with pytest.raises(EngineError, match="as before"):
+                with pytest.raises(EngineError, match="somebody else"):
                     driver.bring_to(new)
                 assert driver.is_ready
                 check_serves(server, rollout, fresh, old)

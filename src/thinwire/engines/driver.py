@@ -175,6 +175,7 @@ class Driver:
             EngineUnreachable: It does not answer.
             EngineNotReady: It is at no version that is known, and holds requests back as far as
                 it does what it is told.
+            Deadline: A step took too long; it serves what it served before.
             InvalidArgument: The host's copy does not hold that version.
         """
         with self._lock:

@@ -130,7 +130,8 @@ class VLLM:
                 notes = self._tell("meet", update, timer)
                 # A driver before this one died between begin and end: nobody else will end it.
                 self._may_be_open = True
-                self._end_open(notes, timer)
+                if not self._end_open(notes, timer):
+                    self._may_be_open = False
 
     def attach(self, update: Update, timer: Timer) -> None:
         """Have every rank find its index map and bring itself to the host's copy."""
