@@ -153,9 +153,11 @@ class Sampler:
             return self._read(rows)
         if len(rows) < len(batch.rows):
             kept = [number for number, row in enumerate(batch.rows) if row in rows]
-            if not hasattr(cache, "batch_select_indices"):
+            try:
+                cache.batch_select_indices(torch.tensor(kept, device=self._model.device))
+            except (AttributeError, NotImplementedError):
+                # Caches, or layers of them, that cannot leave rows out: this one is given up.
                 return self._read(rows)
-            cache.batch_select_indices(torch.tensor(kept, device=self._model.device))
             mask = mask[kept]
         ids = torch.tensor([[row.tokens[-1].token] for row in rows])
         mask = torch.cat([mask, torch.ones((len(rows), 1), dtype=mask.dtype)], dim=1)
