@@ -149,7 +149,8 @@ class Sampler:
     def _go_on(self, rows: list[Row], batch: _Batch) -> tuple[torch.Tensor, _Batch]:
         """One token more for each row that is left."""
         mask, cache = batch.mask, batch.cache
-        if cache is None:
+        # Recurrent states go on differently from release to release of transformers: not relied on.
+        if cache is None or not self.can_pad:
             return self._read(rows)
         if len(rows) < len(batch.rows):
             kept = [number for number, row in enumerate(batch.rows) if row in rows]
