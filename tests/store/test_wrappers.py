@@ -117,6 +117,21 @@ def test_what_no_retry_mends_is_raised_at_once(memory: Store) -> None:
     assert (failing.calls, clock.now()) == (1, 0)
 
 
+def test_waiting_is_told_of_at_once_and_then_now_and_then(
+    memory: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that does not answer must not look like a program that hangs."""
+    clock = VirtualClock()
+    failing = Failing(memory, 10**9, Unavailable("no answer from there"))
+    with caplog.at_level("WARNING", logger="thinwire"), pytest.raises(Unavailable):
+        retrying(failing, 60, clock).put("a", b"")
+    told = [record.getMessage() for record in caplog.records]
+    assert "no answer from there" in told[0]
+    assert "60 s" in told[0]
+    # Every ten seconds or so, not at every try.
+    assert 4 <= len(told) <= 7
+
+
 def test_the_deadline_ends_it(memory: Store) -> None:
     failing = Failing(memory, 10**9, Unavailable("busy"))
     clock = VirtualClock()

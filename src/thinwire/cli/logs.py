@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.output import printable
+
+if TYPE_CHECKING:
+    from thinwire.stream.events import Observer
 
 
 class LogLevel(StrEnum):
@@ -47,10 +50,17 @@ def observing(
 ) -> Iterator[tuple[Any, Any]]:
     """A logger, and an observer that logs to it and feeds the metrics endpoint, if asked for."""
     from thinwire.observe import LogObserver
-    from thinwire.stream.events import Observers
 
     logger = make_logger(level)
-    logs = LogObserver(logger)
+    with _forwarding(logger):
+        yield from _observing(logger, LogObserver(logger), metrics_port, follows)
+
+
+def _observing(
+    logger: Any, logs: Observer, metrics_port: int | None, follows: bool
+) -> Iterator[tuple[Any, Any]]:
+    from thinwire.stream.events import Observers
+
     if metrics_port is None:
         yield logger, Observers(logs)
         return
@@ -65,6 +75,27 @@ def observing(
     with serve_metrics(metrics_port, metrics.registry) as port:
         logger.info("metrics", at=f"http://{LOOPBACK}:{port}/metrics")
         yield logger, Observers(logs, metrics)
+
+
+@contextmanager
+def _forwarding(logger: Any) -> Iterator[None]:
+    """Send what the library logs by the standard module through ``logger`` as well."""
+
+    class Forward(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            error = None if record.exc_info is None else repr(record.exc_info[1])
+            more = {} if error is None else {"error": error}
+            getattr(logger, record.levelname.lower(), logger.info)(record.getMessage(), **more)
+
+    library, handler = logging.getLogger("thinwire"), Forward(logging.INFO)
+    level = library.level
+    library.addHandler(handler)
+    library.setLevel(min(level or logging.INFO, logging.INFO))
+    try:
+        yield
+    finally:
+        library.removeHandler(handler)
+        library.setLevel(level)
 
 
 def _printable(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

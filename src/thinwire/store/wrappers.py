@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections import Counter
@@ -15,6 +16,10 @@ from thinwire.store.clock import Clock, SystemClock
 from thinwire.store.store import Entry, Store
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger("thinwire")
+# A call that is being tried again is told of this often.
+_TELL_EVERY_S = 10.0
 
 # A listing is answered in pages of so many entries, a bulk delete in requests of so many keys.
 PAGE = 1_000
@@ -140,19 +145,25 @@ class RetryingStore(StoreWrapper):
     def _pause(self) -> Callable[[StoreError], None]:
         """What to call, once per failure of one operation: it waits, or raises the failure."""
         tries = 0
-        give_up_s = 0.0
+        give_up_s = tell_s = 0.0
 
         def pause(error: StoreError) -> None:
-            nonlocal tries, give_up_s
+            nonlocal tries, give_up_s, tell_s
             now_s = self._clock.now()
             if tries == 0:
                 give_up_s = now_s + self._deadline_s
+                tell_s = now_s
             bound_s = min(self._longest_wait_s, self._first_wait_s * 2.0 ** min(tries, 40))
             tries += 1
             until_s = now_s + self._random.uniform(0, bound_s)
             if not error.retryable or until_s > give_up_s:
                 error.context["tries"] = tries
                 raise error
+            if now_s >= tell_s:
+                # Whoever waits for the store must see that it is the store.
+                left_s = give_up_s - now_s
+                _LOG.warning("%s; it is tried again for %.0f s", error.message, left_s)
+                tell_s = now_s + _TELL_EVERY_S
             self._clock.sleep_until(until_s)
 
         return pause
