@@ -14,12 +14,15 @@ import typer
 from thinwire.cli.failures import reported
 from thinwire.cli.logs import LogLevel, observing
 from thinwire.cli.options import (
+    BlockCacheFolder,
     JsonLines,
     LogOption,
+    MemoryLimit,
     MetricsPort,
     ModelCopy,
+    NewLineages,
+    Poll,
     Trust,
-    parse_size,
 )
 from thinwire.cli.output import print_json_line
 from thinwire.cli.signals import stopped_by_signals
@@ -140,35 +143,11 @@ def attach(
         bool, typer.Option("--once", help="Bring the engine to the newest version and exit.")
     ] = False,
     base: ModelCopy = None,
-    accept_new_lineages: Annotated[
-        bool | None,
-        typer.Option(
-            "--accept-new-lineages/--refuse-new-lineages",
-            show_default=False,
-            help="Whether to go along when the trainer restarts from older weights; default: as "
-            "the stream's policy says.",
-        ),
-    ] = None,
+    accept_new_lineages: NewLineages = None,
     trust: Trust = None,
-    block_cache: Annotated[
-        Path | None,
-        typer.Option(
-            show_default=False, help="A folder of fetched blocks that followers here share."
-        ),
-    ] = None,
-    memory_limit: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_size,
-            metavar="SIZE",
-            show_default=False,
-            help="What fetching may hold in memory; default: 256MiB.",
-        ),
-    ] = None,
-    poll: Annotated[
-        float,
-        typer.Option(min=0.01, max=3600, help="The shortest time between two looks, in seconds."),
-    ] = 1.0,
+    block_cache: BlockCacheFolder = None,
+    memory_limit: MemoryLimit = None,
+    poll: Poll = 1.0,
     ask_deadline: Annotated[
         float, typer.Option(min=0.1, help="Seconds for what the engine answers at once.")
     ] = 10.0,

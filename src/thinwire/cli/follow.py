@@ -15,10 +15,14 @@ import typer
 from thinwire.cli.failures import INTERRUPTED, reported
 from thinwire.cli.logs import LogLevel, observing
 from thinwire.cli.options import (
+    BlockCacheFolder,
     JsonLines,
     LogOption,
+    MemoryLimit,
     MetricsPort,
     ModelCopy,
+    NewLineages,
+    Poll,
     Trust,
     Url,
     parse_size,
@@ -62,25 +66,12 @@ def follow(
         ),
     ] = None,
     base: ModelCopy = None,
-    accept_new_lineages: Annotated[
-        bool | None,
-        typer.Option(
-            "--accept-new-lineages/--refuse-new-lineages",
-            show_default=False,
-            help="Whether to go along when the trainer restarts from older weights; default: as "
-            "the stream's policy says.",
-        ),
-    ] = None,
+    accept_new_lineages: NewLineages = None,
     reset: Annotated[
         bool, typer.Option("--reset", help="Allow to go backwards, or to another lineage, once.")
     ] = False,
     trust: Trust = None,
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            show_default=False, help="A folder of fetched blocks that followers here share."
-        ),
-    ] = None,
+    cache: BlockCacheFolder = None,
     cache_limit: Annotated[
         int | None,
         typer.Option(
@@ -90,19 +81,8 @@ def follow(
             help="What the cache may take; default: 32GiB.",
         ),
     ] = None,
-    memory_limit: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_size,
-            metavar="SIZE",
-            show_default=False,
-            help="What fetching may hold in memory; default: 256MiB.",
-        ),
-    ] = None,
-    poll: Annotated[
-        float,
-        typer.Option(min=0.01, max=3600, help="The shortest time between two looks, in seconds."),
-    ] = 1.0,
+    memory_limit: MemoryLimit = None,
+    poll: Poll = 1.0,
     timeout: Annotated[
         float | None,
         typer.Option(

@@ -88,6 +88,24 @@ LogOption = Annotated[
     LogLevel, typer.Option("--log-level", help="From which importance on to log, on stderr.")
 ]
 
+NewLineages = Annotated[
+    bool | None,
+    typer.Option(
+        "--accept-new-lineages/--refuse-new-lineages",
+        show_default=False,
+        help="Whether to go along when the trainer restarts from older weights; default: as the "
+        "stream's policy says.",
+    ),
+]
+BlockCacheFolder = Annotated[
+    Path | None,
+    typer.Option(show_default=False, help="A folder of fetched blocks that followers here share."),
+]
+Poll = Annotated[
+    float,
+    typer.Option(min=0.01, max=3600, help="The shortest time between two looks, in seconds."),
+]
+
 _UNITS = {
     "B": 1,
     **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
@@ -116,6 +134,17 @@ def _parse(text: str, units: dict[str, int], what: str) -> int:
     ):
         raise typer.BadParameter(f"{text!r} is not {what}")
     return int(value)
+
+
+MemoryLimit = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_size,
+        metavar="SIZE",
+        show_default=False,
+        help="What fetching may hold in memory; default: 256MiB.",
+    ),
+]
 
 
 def worker_count(asked: int | None) -> int:

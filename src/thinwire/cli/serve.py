@@ -10,7 +10,15 @@ import typer
 
 from thinwire.cli.failures import reported
 from thinwire.cli.logs import LogLevel, observing
-from thinwire.cli.options import JsonLines, LogOption, MetricsPort, ModelCopy, Trust
+from thinwire.cli.options import (
+    JsonLines,
+    LogOption,
+    MetricsPort,
+    ModelCopy,
+    NewLineages,
+    Poll,
+    Trust,
+)
 from thinwire.cli.output import print_json_line
 from thinwire.cli.signals import stopped_by_signals, terminable
 from thinwire.errors import InvalidArgument
@@ -66,9 +74,7 @@ def serve(
         bool,
         typer.Option("--prove", help="Compare all weights with their digests after each update."),
     ] = False,
-    poll: Annotated[
-        float, typer.Option(min=0.01, max=3600, help="Seconds between two looks at the stream.")
-    ] = 1.0,
+    poll: Poll = 1.0,
     timeout: Annotated[
         float, typer.Option(min=0, help="Without MODEL: seconds to wait for the first version.")
     ] = 60.0,
@@ -88,15 +94,7 @@ def serve(
     max_rows: Annotated[int, typer.Option(min=1, help="Answers sampled at once.")] = 64,
     max_requests: Annotated[int, typer.Option(min=1, help="Requests open at once.")] = 64,
     base: ModelCopy = None,
-    accept_new_lineages: Annotated[
-        bool | None,
-        typer.Option(
-            "--accept-new-lineages/--refuse-new-lineages",
-            show_default=False,
-            help="Whether to go along when the trainer restarts from older weights; default: as "
-            "the stream's policy says.",
-        ),
-    ] = None,
+    accept_new_lineages: NewLineages = None,
     trust: Trust = None,
     metrics_port: MetricsPort = None,
     log_level: LogOption = LogLevel.INFO,
