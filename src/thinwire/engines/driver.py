@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from thinwire.engines.engine import Engine, EngineState, Policy, Update, label_of
 from thinwire.engines.host import HostCopy
+from thinwire.engines.telling import Teller
 from thinwire.engines.walk import Deadlines, Served, Walk
 from thinwire.errors import (
     Deadline,
@@ -28,7 +29,7 @@ from thinwire.errors import (
     ThinwireError,
 )
 from thinwire.follow import Follower, Stream
-from thinwire.stream.events import EngineFailed, EngineUpdated, Observer, Observers, Refused
+from thinwire.stream.events import Observer
 from thinwire.stream.version import Version
 
 __all__ = ["Deadlines", "Driver", "Served"]
@@ -78,7 +79,6 @@ class Driver:
         self.engine = engine
         self.host = HostCopy(folder)
         self._walk = Walk(engine, policy, deadlines or Deadlines(), self.host.pause_marker)
-        self._observers = Observers(observer)
         self._on_ready = on_ready
         self._is_ready: bool | None = None
         self._served: Version | None = None
@@ -94,6 +94,7 @@ class Driver:
         self._lock = threading.Lock()  # held by whoever asks the engine something
         self._is_stopped = threading.Event()
         self.follower = Follower(stream, self.host, observer=observer, **follower_options)
+        self._teller = Teller(observer, engine.name, self.follower.stream.url)
         self._set_ready(False)
 
     def __enter__(self) -> Self:
@@ -155,7 +156,7 @@ class Driver:
                     if self.follower.version() is None:
                         raise
                     # The engine serves something right: that must not end with the stream.
-                    self._refused(error)
+                    self._teller.refused(error)
                     yield from self._look_after(look_s)
         finally:
             is_ended.set()
@@ -190,7 +191,7 @@ class Driver:
                 self._is_suspect = True
                 raise
         if served is not None:
-            self._tell(served)
+            self._teller.updated(served)
         return served
 
     def _greet(self) -> None:
@@ -199,19 +200,7 @@ class Driver:
             with self._lock:
                 self._state()
         except ThinwireError as error:
-            self._observers.on_event(
-                EngineFailed(
-                    url=self.follower.stream.url,
-                    lineage="",
-                    version=0,
-                    engine=self.engine.name,
-                    code=error.code,
-                    reason=str(error),
-                    is_ready=False,
-                    served=None,
-                    retry_s=0.0,
-                )
-            )
+            self._failed(None, error, 0.0)
 
     def _follow(self, poll_s: float, look_s: float) -> Iterator[Served]:
         for _ in self.follower.watch(poll_s=poll_s, idle_s=look_s):
@@ -235,7 +224,7 @@ class Driver:
         try:
             served = self.bring_to(held)
         except ThinwireError as error:
-            self._failed(held, error)
+            self._failed(held, error, self._back_off(error))
             return
         self._failure_count = 0
         if served is not None:
@@ -404,48 +393,9 @@ class Driver:
         self._next_try_s = time.monotonic() + wait_s
         return wait_s
 
-    def _refused(self, error: ThinwireError) -> None:
-        self._observers.on_event(
-            Refused(
-                url=self.follower.stream.url,
-                lineage="",
-                version=0,
-                code=error.code,
-                reason=str(error),
-            )
-        )
-
-    def _failed(self, version: Version, error: ThinwireError) -> None:
-        self._observers.on_event(
-            EngineFailed(
-                url=self.follower.stream.url,
-                lineage=version.lineage,
-                version=version.version,
-                engine=self.engine.name,
-                code=error.code,
-                reason=str(error),
-                is_ready=self.is_ready,
-                served=None if self._served is None else self._served.version,
-                retry_s=self._back_off(error),
-            )
-        )
-
-    def _tell(self, served: Served) -> None:
-        self._observers.on_event(
-            EngineUpdated(
-                url=self.follower.stream.url,
-                lineage=served.version.lineage,
-                version=served.version.version,
-                engine=self.engine.name,
-                label=served.label,
-                way=served.way,
-                changed_count=served.changed_count,
-                phases=dict(served.phases),
-                pause_s=served.pause_s,
-                cache=served.cache,
-                is_proved=served.is_proved,
-                age_s=time.time() - served.version.created_ms / 1000,
-            )
+    def _failed(self, version: Version | None, error: ThinwireError, retry_s: float) -> None:
+        self._teller.failed(
+            version, error, is_ready=self.is_ready, served=self._served, retry_s=retry_s
         )
 
     def _set_ready(self, is_ready: bool) -> None:
