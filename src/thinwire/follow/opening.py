@@ -26,8 +26,9 @@ def open_stream(
     """Open the stream at ``url``, which need not exist yet: its first publisher makes it.
 
     Args:
-        url: ``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``, a folder's path, or a
-            :class:`thinwire.store.Store`. Credentials come from the usual environment only.
+        url: ``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``, ``hf://``, a folder's
+            path, or a :class:`thinwire.store.Store`. Credentials come from the usual environment
+            only.
         model: The model's name, kept in the stream when it is made.
         policy: How the stream is looked after, kept in it when it is made; later on
             :func:`thinwire.set_policy` changes it.

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from thinwire.errors import InvalidArgument
 from thinwire.store.aws import s3_options
 from thinwire.store.file_store import FileStore
+from thinwire.store.hf_buckets import open_bucket
 from thinwire.store.object_store import ObjectStore
 from thinwire.store.store import Store, key_fault
 from thinwire.store.wrappers import RetryingStore, SingleWriterStore
@@ -38,8 +39,10 @@ def open_store(url: str, *, single_writer: bool = False, retry_s: float = 60.0) 
 
     ``file:///path``, ``memory://NAME`` (one per name and process), ``s3://BUCKET/PATH`` (any
     endpoint through ``AWS_ENDPOINT_URL``), ``gs://BUCKET/PATH``, ``az://CONTAINER/PATH``,
-    ``abfs[s]://CONTAINER[@ACCOUNT.dfs.core.windows.net]/PATH``. Credentials come from the
-    environment, for S3 also from profiles; never from the URL. Nothing is contacted yet.
+    ``abfs[s]://CONTAINER[@ACCOUNT.dfs.core.windows.net]/PATH``,
+    ``hf://buckets/NAMESPACE/NAME/PATH`` (no put-if-absent: writers need ``single_writer``).
+    Credentials come from the environment, for S3 also from profiles and for ``hf://`` from the
+    log-in; never from the URL. Nothing is contacted yet.
 
     Args:
         url: Where.
@@ -248,4 +251,5 @@ _OPENERS: dict[str, Callable[[SplitResult, float], Store]] = {
     "az": _open_azure,
     "abfs": _open_azure,
     "abfss": _open_azure,
+    "hf": lambda parts, _: open_bucket(parts, os.environ),
 }
