@@ -260,6 +260,32 @@ def test_keys_that_are_none(key: str) -> None:
     assert not key.strip() or key not in str(failure.value)
 
 
+def test_headers_of_every_call(endpoint: str, seen: list[dict[str, Any]]) -> None:
+    engine = EngineHttp(endpoint, key=KEY, headers={"which-model": "accounts/a/models/m"})
+    engine.call("POST", "/value", timer=soon(), json={})
+    engine.call("POST", "/nothing", timer=soon())
+    assert [one["which-model"] for one in seen] == ["accounts/a/models/m"] * 2
+    assert seen[0]["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer another"},
+        {"host": "elsewhere"},
+        {"content-length": "0"},
+        {"": "a"},
+        {"a b": "c"},
+        {"a": "b\r\nx: y"},
+        {"a": " b"},
+        {"a": "\u00fc"},
+    ],
+)
+def test_headers_that_are_none(headers: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgument, match="header"):
+        EngineHttp("http://127.0.0.1", headers=headers)
+
+
 def test_https_is_checked(endpoint: str, tmp_path: Any) -> None:
     plain = endpoint.replace("http:", "https:")
     with pytest.raises(EngineUnreachable):

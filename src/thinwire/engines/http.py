@@ -6,6 +6,7 @@ httpx is imported at the first call, so that importing an engine's adapter needs
 from __future__ import annotations
 
 import json as json_module
+import re
 import ssl
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -22,6 +23,16 @@ MAX_ANSWER_BYTES = 64 << 20
 
 _CONNECT_S = 5.0
 _SHOWN_CHARS = 300
+_HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
+_OWN_HEADERS = {
+    "accept-encoding",
+    "authorization",
+    "connection",
+    "content-length",
+    "content-type",
+    "host",
+    "transfer-encoding",
+}
 
 
 class Answer(NamedTuple):
@@ -50,9 +61,10 @@ class EngineHttp:
         key_hint: What to do when the engine refuses the key, in its own words.
         ca_file: Certificates that an https endpoint's is checked against; None: the system's.
         max_answer_bytes: The longest answer that is read.
+        headers: Sent with every call; nothing secret, and none of those that are sent anyway.
 
     Raises:
-        InvalidArgument: The endpoint or the key is not one.
+        InvalidArgument: The endpoint, the key or a header is not one.
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class EngineHttp:
         key_hint: str = "Give the key that the engine was started with",
         ca_file: str | None = None,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.endpoint = _checked_endpoint(endpoint)
         if key is not None and (not key.isascii() or not key.isprintable() or not key.strip()):
@@ -74,6 +87,7 @@ class EngineHttp:
         self._key_hint = key_hint
         self._ca_file = ca_file
         self._max_answer_bytes = max_answer_bytes
+        self._headers = _checked_headers(headers or {})
         self._client: httpx.Client | None = None
 
     def __repr__(self) -> str:
@@ -137,7 +151,7 @@ class EngineHttp:
         import httpx
 
         left_s = timer.left_s()
-        headers = {"accept-encoding": "identity", "connection": "close"}
+        headers = {**self._headers, "accept-encoding": "identity", "connection": "close"}
         if self._key is not None:
             headers["authorization"] = f"Bearer {self._key}"
         timeout = httpx.Timeout(left_s, connect=min(left_s, _CONNECT_S))
@@ -278,6 +292,18 @@ class EngineHttp:
             route=route,
             status=status,
         )
+
+
+def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    for name, value in headers.items():
+        is_name = _HEADER_NAME.fullmatch(name) is not None and name.lower() not in _OWN_HEADERS
+        if not is_name or not value.isascii() or not value.isprintable() or value != value.strip():
+            raise InvalidArgument(
+                f"the header {name[:80]!r} cannot be sent with every call",
+                hint="Give names of letters, digits and dashes, and values of one line of ASCII; "
+                "a key goes by itself",
+            )
+    return dict(headers)
 
 
 def _checked_endpoint(endpoint: str) -> str:
