@@ -271,6 +271,10 @@ def test_torch_tensors() -> None:
             target = whole.clone()
             thinwire.decode_into(layout(target), payload)
             assert _torch_bits(layout(target), torch) == _torch_bits(new, torch)
+        for shape in ((0,), (0, 4), (3, 0)):
+            nothing = torch.zeros(shape, dtype=kind)
+            decoded = thinwire.decode(nothing, thinwire.encode(nothing, nothing))
+            assert (decoded.dtype, decoded.shape) == (kind, nothing.shape)
     with pytest.raises(InvalidArgument, match="meta"):
         thinwire.encode(torch.zeros(3, device="meta"), torch.zeros(3, device="meta"))
     grad = torch.zeros(3, requires_grad=True)

@@ -136,6 +136,9 @@ def _from_torch(tensor: Any, dtype: str | None, torch: Any) -> Bits:
     shape = tuple(tensor.shape)
 
     def rebuild(bits: np.ndarray) -> Any:
+        if not bits.size:
+            # numpy gives it strides that torch refuses to view.
+            return torch.empty(shape, dtype=kind)
         return torch.from_numpy(bits).view(kind).reshape(shape)
 
     numpy_dtype = _torch_numpy_dtype(tensor)
