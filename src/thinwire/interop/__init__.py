@@ -1,0 +1,1 @@
+"""Other systems' delta formats, read and written without those systems."""

@@ -1,0 +1,230 @@
+"""What slime's and SkyRL's deltas share: safetensors files of zstd payloads, one per tensor.
+
+Such a delta carries the bits of tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thinwire.checkpoint.disk import ByteArray, map_file
+from thinwire.checkpoint.file_names import INDEX_NAME
+from thinwire.checkpoint.safetensors_file import LENGTH_BYTES, SafetensorsFile, StoredTensor
+from thinwire.codec import zstd
+from thinwire.errors import FormatError, InvalidArgument, TensorMismatch, Unsupported
+from thinwire.interop.change import Change
+from thinwire.interop.foreign import MAX_DESCRIPTION_BYTES, MAX_TENSORS, check_count, rule_broken
+from thinwire.interop.weights_out import WeightsWriter, new_weights
+
+MAX_FILES = 10_000
+"""Files of payloads that one delta may have: each is mapped."""
+
+MAX_FILE_BYTES = 1 << 30
+"""After how many bytes of payloads a writer begins another file, unless told otherwise."""
+
+LEVEL = 1
+"""The zstd level of both systems."""
+
+_SHOWN_CHARS = 200
+_FRAME_MAGIC = b"\x28\xb5\x2f\xfd"
+_DICTIONARY_ID_BYTES = (0, 1, 2, 4)
+
+
+def open_payloads(system: str, path: Path) -> SafetensorsFile:
+    """Open a file all of whose tensors are payloads.
+
+    Raises:
+        FormatError: It is no safetensors file, or a tensor is not a list of bytes.
+        StoreError: It cannot be read.
+    """
+    header_bytes = int.from_bytes(map_file(path)[:LENGTH_BYTES].tobytes(), "little")
+    check_count(system, "bytes of header", header_bytes, MAX_DESCRIPTION_BYTES, path)
+    try:
+        file = SafetensorsFile.open(path)
+    except FormatError as error:
+        message = f"{error.message} ({system} format)"
+        raise type(error)(message, hint=error.hint, **error.context, system=system) from None
+    check_count(system, "tensors", len(file.tensors), MAX_TENSORS, path)
+    for name, tensor in file.tensors.items():
+        if tensor.dtype != "U8" or len(tensor.shape) != 1:
+            rule = f"its payload is {tensor.dtype} {list(tensor.shape)}, not a list of bytes (U8)"
+            raise rule_broken(system, rule, file=path, tensor=name)
+    return file
+
+
+class PayloadFiles:
+    """Payloads over as many files as the size limit asks for; made by :func:`new_payload_files`.
+
+    Attributes:
+        paths: The files so far, in order.
+    """
+
+    def __init__(self, path_of: Callable[[int], Path], max_file_bytes: int) -> None:
+        self.paths: list[Path] = []
+        self._path_of = path_of
+        self._max_file_bytes = max_file_bytes
+        self._open = ExitStack()
+        self._writer: WeightsWriter | None = None
+
+    def add(self, name: str, payload: bytes, checksum: str = "") -> int:
+        """Append a payload; its checksum goes into the file's metadata. Returns its file's number.
+
+        Raises:
+            StoreError: The disk is full.
+        """
+        writer = self._writer
+        if writer is None or writer.data_bytes + len(payload) > self._max_file_bytes:
+            self._open.close()
+            self.paths.append(self._path_of(len(self.paths)))
+            writer = self._writer = self._open.enter_context(new_weights(self.paths[-1]))
+        writer.add_payload(name, payload, checksum)
+        return len(self.paths) - 1
+
+
+@contextmanager
+def new_payload_files(
+    path_of: Callable[[int], Path], max_file_bytes: int
+) -> Iterator[PayloadFiles]:
+    """New files at ``path_of(0)``, ``path_of(1)``, ...: whole once the block ends without error.
+
+    Args:
+        path_of: Where each is to be.
+        max_file_bytes: A payload that would bring a file beyond this opens the next one. A larger
+            payload has a file of its own.
+
+    Raises:
+        InvalidArgument: The limit is less than one byte.
+        StoreError, LimitExceeded: A file cannot be written.
+    """
+    if max_file_bytes < 1:
+        raise InvalidArgument(f"max_file_bytes is {max_file_bytes}", hint="Give at least 1")
+    files = PayloadFiles(path_of, max_file_bytes)
+    with files._open:
+        yield files
+
+
+def declared_bytes(frame: ByteArray) -> int | None:
+    """How many bytes a zstd frame says that it unpacks to; None: it does not say, or is none."""
+    head = frame[:18].tobytes()
+    if head[:4] != _FRAME_MAGIC or len(head) < 6:
+        return None
+    descriptor = head[4]
+    is_single_segment = bool(descriptor >> 5 & 1)
+    # A frame of one segment has no byte for its window, and always says its size.
+    start = 5 + (not is_single_segment) + _DICTIONARY_ID_BYTES[descriptor & 3]
+    size_bytes = (int(is_single_segment), 2, 4, 8)[descriptor >> 6]
+    field = head[start : start + size_bytes]
+    if not field or len(field) < size_bytes:
+        return None
+    return int.from_bytes(field, "little") + (256 if size_bytes == 2 else 0)
+
+
+def unpack(system: str, file: object, name: str, payload: ByteArray, byte_count: int) -> bytes:
+    """The ``byte_count`` bytes in a payload: one zstd frame.
+
+    Raises:
+        Corrupt: It is no such frame, or holds another number of bytes.
+    """
+    what = f"{file}: the payload of tensor {name[:_SHOWN_CHARS]!r} ({system} format)"
+    return zstd.decompress(payload.data, byte_count, what)
+
+
+def encode_xor(old: ByteArray, new: ByteArray) -> bytes:
+    """The payload of a changed tensor: one zstd frame of its old bytes XOR its new ones."""
+    return zstd.compress(np.bitwise_xor(old, new).data, LEVEL)
+
+
+def decode_xor(
+    system: str, file: object, name: str, payload: ByteArray, old: ByteArray
+) -> ByteArray:
+    """The new bytes of a tensor; the checksum is still to be compared.
+
+    Raises:
+        TensorMismatch: The base's tensor has another size.
+        Corrupt: The payload is malformed.
+    """
+    declared = declared_bytes(payload)
+    if declared is not None and declared != old.size:
+        raise size_mismatch(system, file, name, f"is for {declared} bytes", old)
+    plain = unpack(system, file, name, payload, old.size)
+    return np.bitwise_xor(np.frombuffer(plain, np.uint8), old)
+
+
+def size_mismatch(
+    system: str, file: object, name: str, what: str, old: ByteArray
+) -> TensorMismatch:
+    """The error for a payload that is meant for a tensor of another size."""
+    return TensorMismatch(
+        f"{file}: tensor {name[:_SHOWN_CHARS]!r}: its payload {what}, and the base's tensor has"
+        f" {old.size} ({system} format)",
+        hint="Give the checkpoint that the delta was made from",
+        tensor=name,
+        file=str(file),
+    )
+
+
+def require_consecutive(system: str, version: int, base_version: int) -> None:
+    """Refuse to write a delta that leaves versions out: receivers take one after the other.
+
+    Raises:
+        InvalidArgument: A number is negative.
+        Unsupported: ``version`` is not the one after ``base_version``.
+    """
+    if base_version < 0:
+        raise InvalidArgument(f"the base's version is {base_version}", hint="Give 0 or more")
+    if version != base_version + 1:
+        raise Unsupported(
+            f"no delta from version {base_version} to {version}: receivers of the {system} format"
+            " go from each version to the very next",
+            hint="Write the versions between, or full weights",
+            version=version,
+            base_version=base_version,
+        )
+
+
+def refuse_other_changes(system: str, change: Change) -> None:
+    """Refuse what a delta of tensors cannot carry: another config or tokenizer.
+
+    The free-form metadata of weights files does not count: trainers write their step there.
+
+    Raises:
+        Unsupported: One differs; the message names it.
+        StoreError: A file cannot be read.
+    """
+    base, names = change.base, set(change.file_names) - {INDEX_NAME}
+    for name in sorted(names ^ (base.files.keys() - {INDEX_NAME})):
+        raise _not_carried(system, f"the file {name[:_SHOWN_CHARS]!r} came or went", name)
+    for name in sorted(names):
+        if change.read_file(name) != map_file(base.files[name]).data:
+            raise _not_carried(system, f"the file {name[:_SHOWN_CHARS]!r} changed", name)
+
+
+def _not_carried(system: str, what: str, name: str) -> Unsupported:
+    return Unsupported(
+        f"{what}: deltas of the {system} format carry tensors alone",
+        hint="Write full weights for this version",
+        file=name,
+    )
+
+
+def shown(value: Any) -> str:
+    """A value from a file, for a message.
+
+    What is nested is only named: it may be nested deeper than can be shown.
+    """
+    if isinstance(value, dict) or (
+        isinstance(value, list) and any(isinstance(item, dict | list) for item in value)
+    ):
+        return "a table" if isinstance(value, dict) else "a list of lists or tables"
+    return repr(value[:_SHOWN_CHARS] if isinstance(value, str | list) else value)[:_SHOWN_CHARS]
+
+
+def new_stored(old: StoredTensor, data: ByteArray) -> StoredTensor:
+    """The new tensor, as its base's dtype and shape have it."""
+    data.flags.writeable = False
+    return StoredTensor(old.dtype, old.shape, data)
