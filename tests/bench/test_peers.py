@@ -20,11 +20,12 @@ from thinwire.bench import (
 )
 from thinwire.bench.framing import pack, unpack
 from thinwire.bench.measure import check_round_trip
-from thinwire.bench.peers.arc import Arc
+from thinwire.bench.peers.arc import Arc, OwnArc
 from thinwire.bench.peers.zstd_one import load_zstd
 from thinwire.bench.tensors import as_tensor, changed_count, raw_bytes
 
 Pair = tuple[Checkpoint, Checkpoint]
+ARC_NAMES = ("arc_v1", "arc_v2", "arc_v3")
 
 
 def make_or_skip(name: str) -> CheckpointPeer:
@@ -70,10 +71,37 @@ def test_unknown_peer() -> None:
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fireworks_delta_compression", None)
     with pytest.raises(MissingExtraError, match=r"arc_v2 needs .*fireworks-delta-compression"):
-        make_peer("arc_v2")
-    peers, skipped = available_peers()
-    assert {"arc_v1", "arc_v2", "arc_v3"} <= skipped.keys()
-    assert "trl_raw" in {peer.name for peer in peers}
+        Arc("arc_v2")
+
+
+def test_rows_without_their_package_are_our_own(
+    monkeypatch: pytest.MonkeyPatch, pair: Pair
+) -> None:
+    monkeypatch.setitem(sys.modules, "fireworks_delta_compression", None)
+    peers, skipped = available_peers(ARC_NAMES)
+    assert not skipped
+    for name, peer in zip(ARC_NAMES, peers, strict=True):
+        assert isinstance(peer, PerTensor)
+        assert isinstance(peer.peer, OwnArc)
+        assert peer.name == name
+        check_round_trip(name, pair[1], peer.decode(pair[0], peer.encode(*pair)))
+
+
+@pytest.mark.parametrize("name", ARC_NAMES)
+def test_our_own_rows_are_the_packages(name: str, pair: Pair) -> None:
+    """Each reads the other's payloads, and ours are no larger: they may stand for the package's."""
+    real, own = make_or_skip(name), PerTensor(OwnArc(name))
+    assert isinstance(real, PerTensor)
+    assert isinstance(real.peer, Arc)
+    base, new = pair
+    theirs, ours = real.encode(base, new), own.encode(base, new)
+    check_round_trip("ours by the package", new, real.decode(base, ours))
+    check_round_trip("the package's by ours", new, own.decode(base, theirs))
+    payloads, checksums = unpack(ours)
+    their_payloads, their_checksums = unpack(theirs)
+    assert checksums == their_checksums
+    for key, payload in payloads.items():
+        assert payload.words.size <= their_payloads[key].words.size
 
 
 def test_arc_v3_waits_for_its_smallest_candidate(sparse_pair: Pair) -> None:
@@ -134,9 +162,9 @@ def test_pulse_layout() -> None:
     assert header["version"] == 31
     (entry,) = header["tensors"]
     assert (entry["name"], entry["num_nonzero"]) == ("w", 3)
-    # A step of 299 rows does not fit a byte, so all rows of the tensor take four.
-    assert (entry["row_dtype"], entry["col_dtype"]) == ("int32", "uint16")
-    rows = np.frombuffer(file, "<i4", 3, data_start)
+    # A step of 299 rows does not fit a byte, so all rows of the tensor take two.
+    assert (entry["row_dtype"], entry["col_dtype"]) == ("uint16", "uint16")
+    rows = np.frombuffer(file, "<u2", 3, data_start)
     columns = np.frombuffer(file, "<u2", 3, data_start + entry["rows_size"])
     assert rows.tolist() == [0, 0, 299]
     assert columns.tolist() == [1, 2, 2]

@@ -1,36 +1,30 @@
 """TRL's sparse weight patch (its proposals 5417 and 5937): positions and new values, as they are.
 
 The file is a safetensors file with two tensors per changed tensor, ``{name}.idx`` and
-``{name}.val``. There is no entropy stage and no checksum. TRL takes BF16 only; here a value is one
-word of any dtype. The safetensors header is left out of the payload column.
+``{name}.val``, coded by :mod:`thinwire.interop.trl_layout`. There is no entropy stage and no
+checksum. TRL takes BF16 only; here a value is one word of any dtype. The safetensors header is left
+out of the payload column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from thinwire.bench import framing
-from thinwire.bench.tensors import Checkpoint, Tensor, Words
+from thinwire.bench.tensors import Checkpoint, Tensor
+from thinwire.interop.trl_layout import GAPS, LAYOUTS, PATCH, RAW, decode_index, encode_index
 
-Positions = npt.NDArray[np.signedinteger]
-
-_MAX_POSITION = 2**31 - 1
-_INDEX_SUFFIX = ".idx"
-_VALUE_SUFFIX = ".val"
+_LAYOUT = LAYOUTS["v2"]
 
 
 @dataclass(frozen=True)
 class SparsePatch:
-    """A CheckpointPeer. ``encode_positions`` gets the ascending positions of one tensor."""
+    """A CheckpointPeer in one of TRL's encodings of positions."""
 
     name: str
     encoding: str
-    encode_positions: Callable[[Positions], Tensor]
-    decode_positions: Callable[[Tensor], Positions]
 
     def encode(self, base: Checkpoint, new: Checkpoint) -> bytes:
         """See CheckpointPeer. Unchanged tensors are left out."""
@@ -44,10 +38,12 @@ class SparsePatch:
             changed_count += positions.size
             values = tensor.words[positions]
             value_dtype = "BF16" if tensor.dtype == "BF16" else f"U{8 * values.itemsize}"
-            tensors[name + _INDEX_SUFFIX] = self.encode_positions(positions)
-            tensors[name + _VALUE_SUFFIX] = Tensor(value_dtype, values.shape, values)
+            index_dtype, index = encode_index(positions, self.encoding)
+            index_words = index.view(f"u{index.itemsize}")
+            tensors[name + _LAYOUT.index_suffix] = Tensor(index_dtype, index.shape, index_words)
+            tensors[name + _LAYOUT.value_suffix] = Tensor(value_dtype, values.shape, values)
         metadata = {
-            "format": "sparse_weight_patch",
+            "format": PATCH,
             "version": "1",
             "sparse": "True",
             "model_version": "0",
@@ -64,10 +60,14 @@ class SparsePatch:
         tensors, _ = framing.unpack(payload)
         new = dict(base)
         for key, values in tensors.items():
-            if key.endswith(_VALUE_SUFFIX):
-                name = key.removesuffix(_VALUE_SUFFIX)
+            if key.endswith(_LAYOUT.value_suffix):
+                name = key.removesuffix(_LAYOUT.value_suffix)
                 words = base[name].words.copy()
-                words[self.decode_positions(tensors[name + _INDEX_SUFFIX])] = values.words
+                start = 0
+                index = tensors[name + _LAYOUT.index_suffix].words
+                for positions in decode_index(index, self.encoding):
+                    words[positions] = values.words[start : start + positions.size]
+                    start += positions.size
                 new[name] = base[name]._replace(words=words)
         return new
 
@@ -76,37 +76,11 @@ class SparsePatch:
         return framing.header_bytes(payload)
 
 
-def encode_absolute(positions: Positions) -> Tensor:
-    """Positions as 32-bit numbers. Raises ValueError where they do not fit, as TRL's do not."""
-    if int(positions[-1]) > _MAX_POSITION:
-        raise ValueError(f"position {positions[-1]} does not fit the 32 bits that TRL gives it")
-    return Tensor("I32", positions.shape, positions.astype("<i4").view(np.uint32))
-
-
-def decode_absolute(stored: Tensor) -> Positions:
-    """Inverse of encode_absolute."""
-    return stored.words.view(np.int32)
-
-
-def encode_gaps(positions: Positions) -> Tensor:
-    """Unchanged elements before each change, in one width for the whole tensor: 16 bits or 32."""
-    gaps = np.diff(positions, prepend=-1) - 1
-    word: Words = gaps.astype("<u2" if int(gaps.max()) <= 0xFFFF else "<u4")
-    return Tensor(f"U{8 * word.itemsize}", word.shape, word)
-
-
-def decode_gaps(stored: Tensor) -> Positions:
-    """Inverse of encode_gaps."""
-    positions = np.cumsum(stored.words, dtype=np.int64)
-    positions += np.arange(positions.size)
-    return positions
-
-
 def trl_raw() -> SparsePatch:
     """48 bits per changed BF16 element."""
-    return SparsePatch("trl_raw", "raw", encode_absolute, decode_absolute)
+    return SparsePatch("trl_raw", RAW)
 
 
 def trl_gap_delta() -> SparsePatch:
     """TRL's default: 32 bits per changed BF16 element, 48 in a tensor with a gap above 65535."""
-    return SparsePatch("trl_gap_delta", "gap_delta", encode_gaps, decode_gaps)
+    return SparsePatch("trl_gap_delta", GAPS)

@@ -1,0 +1,120 @@
+"""A large zstd frame, unpacked into an unnamed file through which it is mapped.
+
+A frame of a few kilobytes may claim to hold terabytes. Nothing is written beyond what the caller
+allows, and memory holds one piece at a time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from tempfile import TemporaryFile, gettempdir
+from typing import Any
+
+import numpy as np
+
+from thinwire.checkpoint.disk import ByteArray, os_errors
+from thinwire.codec.zstd import WINDOW_LOG_MAX
+from thinwire.errors import Corrupt, FormatError, LimitExceeded, Truncated
+from thinwire.interop.foreign import rule_broken
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+MAX_EXPANSION = 64
+"""How many times its own size a frame may hold where nothing else bounds it: more than any delta
+of real weights, whose new bits hardly repeat."""
+
+SMALL_BYTES = 256 << 20
+"""What a frame may hold however small it is."""
+
+_PIECE_BYTES = 1 << 20
+
+
+def expansion_limit(frame_bytes: int) -> int:
+    """What a frame may hold where its size is all that is known."""
+    return max(SMALL_BYTES, MAX_EXPANSION * frame_bytes)
+
+
+class FrameReader:
+    """The bytes in one zstd frame, from its beginning; ``frame`` stays mapped.
+
+    Args:
+        system: Whose frame it is, for messages.
+        file: Where it lies.
+        frame: All of its bytes: nothing may follow it.
+    """
+
+    def __init__(self, system: str, file: object, frame: ByteArray) -> None:
+        self._system = system
+        self._file = file
+        self._frame = frame
+        self._at = 0
+        self._unpacker: Any = zstd.ZstdDecompressor(
+            options={zstd.DecompressionParameter.window_log_max: WINDOW_LOG_MAX}
+        )
+
+    def read(self, size_bytes: int) -> bytes:
+        """The next bytes: ``size_bytes`` of them, fewer only where the frame ends.
+
+        Raises:
+            Corrupt: It is no valid frame, or other bytes follow it.
+            Truncated: It has no end.
+        """
+        pieces = []
+        while size_bytes and (piece := self._piece(size_bytes)):
+            pieces.append(piece)
+            size_bytes -= len(piece)
+        return b"".join(pieces)
+
+    def unpack(self, limit_bytes: int) -> ByteArray:
+        """All that is left, mapped from an unnamed file, read-only.
+
+        Raises:
+            LimitExceeded: It is more than ``limit_bytes``; no more than that was written.
+            FormatError: As :meth:`read`.
+            StoreError: The disk is full.
+        """
+        with os_errors("cannot write in", gettempdir()), TemporaryFile() as spool:
+            size_bytes = 0
+            while piece := self._piece(_PIECE_BYTES):
+                size_bytes += len(piece)
+                if size_bytes > limit_bytes:
+                    raise LimitExceeded(
+                        f"{self._file}: it unpacks to more than {limit_bytes} bytes"
+                        f" ({self._system} format)",
+                        hint="Check that this is the file that you meant",
+                        file=str(self._file),
+                        limit=limit_bytes,
+                    )
+                spool.write(piece)
+            spool.flush()
+            if size_bytes == 0:
+                return np.empty(0, np.uint8)
+            mapped = mmap.mmap(spool.fileno(), size_bytes, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, np.uint8)
+
+    def _piece(self, size_bytes: int) -> bytes:
+        """Some of the next bytes; none only at the end of the frame."""
+        unpacker = self._unpacker
+        while not unpacker.eof:
+            given = b""
+            if unpacker.needs_input:
+                given = self._frame[self._at : self._at + _PIECE_BYTES].tobytes()
+                self._at += len(given)
+                if not given:
+                    raise self._fault("the zstd frame has no end", Truncated)
+            try:
+                piece = bytes(unpacker.decompress(given, max_length=size_bytes))
+            except zstd.ZstdError as error:
+                raise self._fault(f"it is no valid zstd frame: {error}") from None
+            if piece:
+                return piece
+        if unpacker.unused_data or self._at < self._frame.size:
+            raise self._fault("other bytes follow the zstd frame")
+        return b""
+
+    def _fault(self, rule: str, error: type[FormatError] = Corrupt) -> FormatError:
+        return rule_broken(self._system, rule, file=self._file, error=error)
