@@ -61,14 +61,16 @@ def test_files(corpus: Path, tmp_path: Path, run: Run) -> None:
     ]
 
 
-def test_a_missing_package_is_said(corpus: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_its_package_is_our_own(
+    corpus: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "fireworks_delta_compression", None)
     arguments = ["--corpus", corpus, "--rows", "thinwire,arc_v3"]
-    result = run("bench", *arguments, *QUICK)
-    assert result.exit_code == 0
-    assert "No row arc_v3: row arc_v3 needs the package fireworks-delta" in result.stdout
-    skipped = read_json(run("bench", *arguments, *QUICK, "--json", "-"))["runs"][0]["skipped"]
-    assert list(skipped) == ["arc_v3"]
+    content = read_json(run("bench", *arguments, *QUICK, "--json", "-"))["runs"][0]
+    assert not content["skipped"]
+    assert "arc_v3" in {row["name"] for row in content["rows"]}
+    assert "its speeds are not the package's" in content["notes"]["arc_v3"]
+    assert "Row arc_v3 is written by thinwire" in run("bench", *arguments, *QUICK).stdout
 
 
 def test_a_missing_package_for_the_plot(

@@ -6,7 +6,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -156,7 +156,9 @@ def measure_sequence(
                 check_round_trip(peer.name, new, peer.decode(base, peer.encode(base, new)))
             _measure_step(tallies[peer.name], peer, base, new, repetition_count)
         base = new
-    return _report(tallies, steps, memcpy, len(base), repetition_count, dict(skipped or {}))
+    report = _report(tallies, steps, memcpy, len(base), repetition_count, dict(skipped or {}))
+    notes = {peer.name: getattr(peer, "note", "") for peer in peers}
+    return replace(report, notes={name: note for name, note in notes.items() if note})
 
 
 def _describe_step(steps: _Steps, base: Checkpoint, new: Checkpoint) -> None:

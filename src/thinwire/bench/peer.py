@@ -121,6 +121,11 @@ class PerTensor:
         """The row's name."""
         return self.peer.name
 
+    @property
+    def note(self) -> str:
+        """What a reader of its row must know; may be empty."""
+        return str(getattr(self.peer, "note", ""))
+
     def encode(self, base: Checkpoint, new: Checkpoint) -> bytes:
         """See CheckpointPeer."""
         payloads: dict[str, Tensor] = {}

@@ -59,7 +59,8 @@ class BoundParts:
 class Report:
     """One bench run. ``rows`` start with the bound and end with memcpy.
 
-    ``skipped`` maps the rows that could not be made to the reason.
+    ``skipped`` maps the rows that could not be made to the reason; ``notes`` says of others what a
+    reader must know.
     """
 
     rows: tuple[Row, ...]
@@ -71,6 +72,7 @@ class Report:
     repetition_count: int
     machine: dict[str, str]
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def row(self, name: str) -> Row:
         """The row of that name. Raises KeyError when there is none."""

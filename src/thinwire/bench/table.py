@@ -63,6 +63,7 @@ def caption(report: Report) -> str:
     ]
     if unframed:
         lines.append(f"File headers are not counted for {', '.join(unframed)}; all else is.")
+    lines += [f"Row {name} is {note}." for name, note in report.notes.items()]
     lines += [f"No row {name}: {reason}" for name, reason in report.skipped.items()]
     return "\n".join(lines)
 

@@ -1,0 +1,153 @@
+"""ARC beside Fireworks' own package: each reads what the other writes, and ours is no larger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from thinwire.interop.fireworks.payloads import ARC_FORMATS, FORMATS, decode, encode, sniff_format
+
+from .arc_pairs import CORPUS, DTYPES, Package, Pair, make_pair, random_pair, real_pairs
+
+PAIRS_PER_TEST = 260
+AGAINST = "2,080 random and 306 real tensors, with fireworks-delta-compression 0.1.0"
+
+
+def claims_both_ways(test: Callable[..., None]) -> Callable[..., None]:
+    """Says that each format is read and written."""
+    for name in ARC_FORMATS:
+        for verb in ("read", "write"):
+            test = pytest.mark.claim(name, verb, AGAINST)(test)
+    return test
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Package:
+    return Package(monkeypatch)
+
+
+def check_both_ways(package: Package, name: str, pair: Pair) -> None:
+    ours = encode(name, pair.base, pair.new, pair.dtype, pair.shape)
+    theirs = package.encode(name, pair)
+    assert ours.checksum == theirs[1]
+    assert len(ours.payload) <= len(theirs[0])
+    np.testing.assert_array_equal(package.decode(name, pair, *ours), pair.new)
+    for payload in (ours.payload, theirs[0]):
+        new = decode(name, pair.base, pair.dtype, pair.shape, payload, ours.checksum)
+        np.testing.assert_array_equal(new, pair.new)
+        assert sniff_format(payload) == name
+
+
+@claims_both_ways
+@pytest.mark.parametrize("part", range(8))
+def test_random_pairs_both_ways(package: Package, part: int) -> None:
+    seen = set()
+    for seed in range(part * PAIRS_PER_TEST, (part + 1) * PAIRS_PER_TEST):
+        pair = random_pair(seed)
+        seen.add(pair.dtype)
+        # arc_v3 each time, its two elders in turn.
+        for name in (ARC_FORMATS[seed % 2], "arc_v3"):
+            check_both_ways(package, name, pair)
+    assert seen == DTYPES.keys()
+
+
+@claims_both_ways
+@pytest.mark.skipif(not CORPUS.is_dir(), reason=f"the project's corpus is not in {CORPUS}")
+def test_real_pairs_both_ways(package: Package) -> None:
+    count = 0
+    for _, pair in real_pairs():
+        count += 1
+        check_both_ways(package, "arc_v2" if count % 2 else "arc_v1", pair)
+        check_both_ways(package, "arc_v3", pair)
+    assert count == 306
+
+
+@pytest.mark.parametrize("shape", [(200_000,), (400, 500), (9, 100, 300)])
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E5M2"])
+def test_large_numbers_and_long_frames(
+    package: Package, dtype: str, shape: tuple[int, ...]
+) -> None:
+    for change in ("few", "all", "random", "last"):
+        check_both_ways(package, "arc_v3", make_pair(dtype, shape, change, 7))
+
+
+def test_a_tensor_beyond_one_job_of_zstd(package: Package) -> None:
+    pair = make_pair("BF16", (5000, 1000), "few", 3)
+    for name in ("arc_v2", "arc_v3"):
+        check_both_ways(package, name, pair)
+        first, again = (encode(name, *pair[2:], *pair[:2]) for _ in range(2))
+        assert first == again
+
+
+def test_the_package_without_patience_is_read_too(package: Package) -> None:
+    package.arc3._CANDIDATE_WAIT_MULTIPLIER = 1.0
+    for seed in range(0, 60, 5):
+        pair = random_pair(seed)
+        payload, checksum = package.encode("arc_v3", pair)
+        new = decode("arc_v3", pair.base, pair.dtype, pair.shape, payload, checksum)
+        np.testing.assert_array_equal(new, pair.new)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_same_input_same_bytes(name: str) -> None:
+    for seed in range(40):
+        pair = random_pair(seed)
+        first, again = (encode(name, *pair[2:], *pair[:2]) for _ in range(2))
+        assert first == again
+        np.testing.assert_array_equal(
+            decode(name, pair.base, pair.dtype, pair.shape, *first), pair.new
+        )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 3)])
+def test_no_elements(package: Package, name: str, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        pair = make_pair(dtype, shape, "none")
+        if name in ARC_FORMATS:
+            check_both_ways(package, name, pair)
+        ours = encode(name, pair.base, pair.new, dtype, shape)
+        assert decode(name, pair.base, dtype, shape, *ours).size == 0
+
+
+def test_unaligned_and_read_only_memory() -> None:
+    pair = make_pair("F32", (40, 60), "few", 1)
+    sides = []
+    for data in (pair.base, pair.new):
+        held = np.empty(data.size + 1, np.uint8)[1:]
+        held[:] = data
+        held.flags.writeable = False
+        sides.append(held)
+    for name in FORMATS:
+        ours = encode(name, *sides, pair.dtype, pair.shape)
+        assert ours == encode(name, pair.base, pair.new, pair.dtype, pair.shape)
+        new = decode(name, sides[0], pair.dtype, pair.shape, *ours)
+        np.testing.assert_array_equal(new, pair.new)
+
+
+def test_dtypes_of_amd() -> None:
+    """E4M3 as its FNUZ variant: written as the package on other machines reads it, read as both."""
+    pair = make_pair("F8_E4M3", (400, 600), "few", 1)
+    sides = pair.base, pair.new
+    ours = encode("arc_v3", *sides, "F8_E4M3FNUZ", pair.shape)
+    assert not ours.payload.startswith(b"ARC3")
+    as_e4m3 = encode("arc_v3", *sides, "F8_E4M3", pair.shape)
+    assert as_e4m3.payload.startswith(b"ARC3")
+    for dtype in ("F8_E4M3", "F8_E4M3FNUZ"):
+        for encoded in (ours, as_e4m3):
+            new = decode("arc_v3", pair.base, dtype, pair.shape, *encoded)
+            np.testing.assert_array_equal(new, pair.new)
+
+
+def test_dtypes_that_only_blobs_carry() -> None:
+    for dtype, shape in (
+        ("F4", (40, 120)),
+        ("C64", (300,)),
+        ("F8_E8M0", (2400,)),
+        ("U16", (1200,)),
+    ):
+        pair = make_pair("U8", (2400,), "few", 1)
+        ours = encode("arc_v3", pair.base, pair.new, dtype, shape)
+        np.testing.assert_array_equal(decode("arc_v3", pair.base, dtype, shape, *ours), pair.new)
