@@ -12,7 +12,7 @@ comma := ,
 EXTRAS := test,check$(if $(filter 1,$(TORCH)),$(comma)bench$(comma)examples)
 NATIVE := $(wildcard native/core/* native/binding/*) CMakeLists.txt
 
-.PHONY: help demo grpo test test-engines vllm-follow vllm-bars trl-example check bench bench-1000 bars stream-bars trainer-bars changes soak fuzz venv venv-vllm format clean
+.PHONY: help demo grpo test test-engines vllm-follow vllm-bars trl-example check bench bench-1000 bars stream-bars trainer-bars changes interop-table interop-bars soak fuzz venv venv-vllm format clean
 
 help:
 	@echo "make demo    a real RL run through a folder as the store, with two followers"
@@ -29,6 +29,8 @@ help:
 	@echo "make stream-bars  the stream's numbers of docs/benchmarks.md"
 	@echo "make trainer-bars  the trainer's numbers of docs/benchmarks.md: SmolLM2-135M, a few minutes"
 	@echo "make changes the tables and plots of docs/changes.md: records nine runs, a quarter of an hour, 2 GB"
+	@echo "make interop-table  runs the tests of other systems' formats and writes the table of docs/interop.md"
+	@echo "make interop-bars  Fireworks' formats here against their own package: docs/benchmarks.md"
 	@echo "make soak    processes killed at random, ROUNDS=$(ROUNDS)"
 	@echo "make fuzz    fuzz the readers for SECONDS=$(SECONDS)"
 
@@ -123,6 +125,13 @@ trainer-bars: venv
 changes: venv
 	$(PY) benchmarks/find_corpus.py .bench/corpus
 	$(PY) benchmarks/changes.py .bench/changes --corpus .bench/corpus --plots docs --json .bench/changes.json --markdown
+
+interop-table: venv
+	OMP_NUM_THREADS=1 $(PY) benchmarks/interop_table.py
+
+interop-bars: venv
+	$(PY) benchmarks/find_corpus.py .bench/corpus
+	OMP_NUM_THREADS=1 $(PY) benchmarks/interop_bars.py .bench/corpus --json .bench/interop_bars.json
 
 soak: venv
 	OMP_NUM_THREADS=1 $(PY) benchmarks/soak/run.py --rounds $(ROUNDS)

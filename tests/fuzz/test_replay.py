@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fuzz.container import BASES
+from fuzz.interop_watch import watched
 from fuzz.loop import run_random
 from fuzz.target import CORPUS, Finding, bounded_memory, run_bounded
 from fuzz.targets import TARGETS
 
 import thinwire
+from fuzz import interop_bundle
 from thinwire.checkpoint.strict_json import parse_object
+from thinwire.errors import ThinwireError
 
 ROOT = CORPUS.parents[1]
 # About half a second each.
 ITERATIONS = {"container": 400, "safetensors": 1500, "weight_index": 500, "redo_log": 1500}
 ITERATIONS |= {"manifest": 1500, "places": 1500, "index_map": 1000}
+ITERATIONS |= {"arc_v1": 150, "arc_v2": 150, "arc_v3": 100, "slime": 150, "skyrl": 150, "trl": 150}
+ITERATIONS |= {"grail": 100, "nemo": 150, "pickles": 400}
 MAX_FILE_BYTES = 4000
 MAX_CORPUS_BYTES = 200_000
 
@@ -50,6 +57,38 @@ def test_every_seed_is_taken() -> None:
     """A target that refuses its own seeds would only ever test the first check."""
     for name in ("seed-array", "seed-large", "seed-mixed", "seed-kinds"):
         thinwire.decode_tensors(BASES, (CORPUS / "container" / name).read_bytes())
+
+
+def test_every_foreign_seed_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(error: ThinwireError) -> None:
+        raise Finding(f"refused: {error}")
+
+    monkeypatch.setattr(interop_bundle, "check_error", refuse)
+    for name in ("arc_v1", "arc_v2", "arc_v3", "slime", "skyrl", "trl", "grail", "nemo"):
+        for path in TARGETS[name].corpus():
+            if path.name.startswith(("seed-", "torch-")):
+                TARGETS[name].run(path.read_bytes())
+
+
+def test_a_reader_that_runs_what_it_reads_is_found(tmp_path: Path) -> None:
+    for name in ("seed-planted", "seed-planted-2"):
+        planted = (CORPUS / "pickles" / name).read_bytes()
+        with pytest.raises(Finding, match="executed"), watched(tmp_path, tmp_path):
+            pickle.loads(planted)
+
+
+def test_a_reader_that_looks_elsewhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "beside").write_bytes(b"")
+    room = tmp_path / "room"
+    with watched(room, room):
+        (room / "inside").write_bytes(b"")
+    for path in (tmp_path / "beside", room / ".." / "beside", Path("/etc/hostname")):
+        with pytest.raises(Finding, match="open"), watched(room, room):
+            path.read_bytes()
+    # Also where the reader hides it.
+    with pytest.raises(Finding, match="open"), watched(room, room), suppress(Exception):
+        (tmp_path / "beside").read_bytes()
 
 
 def test_memory_bound_holds() -> None:

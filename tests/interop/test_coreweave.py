@@ -60,6 +60,7 @@ def endpoint(shared: tuple[HotLoadServer, str]) -> str:
     return shared[1]
 
 
+@pytest.mark.claim("coreweave", "write", "a server of ours with its fields")
 def test_a_chain_arrives_bit_for_bit(endpoint: str, server: HotLoadServer, bucket: Bucket) -> None:
     hot_load, weights = client(endpoint, server), [some_weights(seed) for seed in range(3)]
     for number, new in enumerate(weights):
@@ -80,6 +81,7 @@ def test_a_chain_arrives_bit_for_bit(endpoint: str, server: HotLoadServer, bucke
     hot_load.close()
 
 
+@pytest.mark.claim("coreweave", "write", "its documented fields")
 def test_the_fields_are_camel_case(endpoint: str, server: HotLoadServer, bucket: Bucket) -> None:
     hot_load = client(endpoint, server)
     bucket.put("v1", some_weights(1))

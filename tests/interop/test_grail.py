@@ -56,6 +56,7 @@ NEW: dict[str, Tensor] = {
 }
 
 
+@pytest.mark.claim("grail", "write", "a reader without thinwire")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_written_is_read_by_others(tmp_path: Path, layout: str, shards: int) -> None:
@@ -84,6 +85,7 @@ def test_written_is_read_by_others(tmp_path: Path, layout: str, shards: int) -> 
             assert delta.check_weights(change.base)
 
 
+@pytest.mark.claim("grail", "read", "a writer without thinwire, golden files")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_others_write_is_read(tmp_path: Path, layout: str) -> None:
     base = write_checkpoint(tmp_path / "base", BASE)

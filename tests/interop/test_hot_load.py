@@ -62,6 +62,7 @@ def test_a_chain_arrives_bit_for_bit(endpoint: str, server: HotLoadServer, bucke
     hot_load.close()
 
 
+@pytest.mark.claim("hot-load", "write", "its documented fields")
 def test_what_is_sent(endpoint: str, server: HotLoadServer, bucket: Bucket) -> None:
     hot_load = client(endpoint, server)
     for identity in ("v1", "v2"):

@@ -21,6 +21,7 @@ from .nemo_by_hand import NEW, OLD, packed, payload, saved, sound, stored
 VECTORS = Path(__file__).parent / "vectors" / "nemo"
 
 
+@pytest.mark.claim("nemo", "read", "payloads by real torch.save")
 @pytest.mark.parametrize("operation", ["xor", "overwrite"])
 def test_payloads_are_read(tmp_path: Path, operation: str) -> None:
     base = write_checkpoint(tmp_path / "base", OLD)
@@ -87,6 +88,7 @@ def test_the_base_must_fit(tmp_path: Path) -> None:
             delta.new_tensor("model.norm", None)
 
 
+@pytest.mark.claim("nemo", "read", "golden files, without torch")
 @pytest.mark.parametrize("operation", ["xor", "overwrite"])
 def test_golden_files(operation: str) -> None:
     """Made once by torch 2.13: where torch is not installed, these are read."""

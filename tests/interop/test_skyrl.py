@@ -46,6 +46,7 @@ GOLDEN = Path(__file__).parent / "vectors"
 MANIFEST = "manifest.json"
 
 
+@pytest.mark.claim("skyrl", "read", "golden files of a writer without thinwire, both releases")
 @pytest.mark.parametrize("kind", ["now", "first-release"])
 def test_golden_files(kind: str, tmp_path: Path) -> None:
     full = [Checkpoint.open(GOLDEN / f"full_{number}") for number in range(3)]
@@ -81,6 +82,7 @@ def payloads_of(folder: Path) -> dict[str, tuple[dict[str, object], bytes]]:
     return rows
 
 
+@pytest.mark.claim("skyrl", "write", "a reader without thinwire")
 @pytest.mark.parametrize("checksum", ["xxh3-128", "sha256"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_written_and_read(checksum: str, shards: int, tmp_path: Path) -> None:

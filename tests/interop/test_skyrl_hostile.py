@@ -299,6 +299,7 @@ class TestBases:
             ForeignChange(write_checkpoint(tmp_path / "less", {"w": MIXED["w"]}), delta)
 
 
+@pytest.mark.claim("skyrl", "refuse", "damaged bytes, a bad manifest for each rule")
 @settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

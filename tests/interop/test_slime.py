@@ -67,6 +67,8 @@ def check_chain(chain: Path, full: list[Checkpoint]) -> None:
             assert applied(full[row.version - 1], delta) == checkpoint_bits(full[row.version])
 
 
+@pytest.mark.claim("slime", "read", "12 deltas by slime's own encoder")
+@pytest.mark.claim("slime", "write", "the same 12, payload by payload")
 @needs_real
 @pytest.mark.parametrize(("encoding", "checksum"), KINDS)
 def test_real_vectors(encoding: str, checksum: str, tmp_path: Path) -> None:
@@ -111,6 +113,7 @@ def unpacked(payload: np.ndarray) -> bytes:
     return zstd.decompress(payload.data, size, "it")
 
 
+@pytest.mark.claim("slime", "read", "golden files of a writer without thinwire")
 @pytest.mark.parametrize("chain", sorted(GOLDEN.glob("slime-*")), ids=lambda path: path.name)
 def test_golden_files(chain: Path) -> None:
     check_chain(chain, [Checkpoint.open(GOLDEN / f"full_{number}") for number in range(3)])
@@ -130,6 +133,7 @@ assert not [name for name in sys.modules if name.startswith("thinwire")]
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.claim("slime", "write", "a reader without thinwire")
 @pytest.mark.parametrize(("encoding", "checksum"), KINDS)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_written_and_read(encoding: str, checksum: str, shards: int, tmp_path: Path) -> None:

@@ -36,6 +36,21 @@ from .making import (
 )
 
 KINDS = [("v1", "raw"), ("v2", "raw"), ("v2", "gap_delta")]
+READ = [
+    pytest.param(
+        *kind,
+        marks=pytest.mark.claim(
+            f"trl-{kind[0]}", "read", "a writer without thinwire, golden files"
+        ),
+    )
+    for kind in KINDS
+]
+WRITTEN = [
+    pytest.param(
+        *kind, marks=pytest.mark.claim(f"trl-{kind[0]}", "write", "a reader without thinwire")
+    )
+    for kind in KINDS
+]
 VECTORS = Path(__file__).parent / "vectors" / "trl"
 
 BASE: dict[str, Tensor] = {
@@ -54,7 +69,7 @@ NEW: dict[str, Tensor] = {
 } | {"one": ("BF16", [], b"\0\x80")}
 
 
-@pytest.mark.parametrize(("layout", "encoding"), KINDS)
+@pytest.mark.parametrize(("layout", "encoding"), WRITTEN)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_written_is_read_by_others(tmp_path: Path, layout: str, encoding: str, shards: int) -> None:
     change = change_between(tmp_path, BASE, NEW, shards=shards)
@@ -73,7 +88,7 @@ def test_written_is_read_by_others(tmp_path: Path, layout: str, encoding: str, s
         assert applied(change.base, delta) == bits_of(NEW)
 
 
-@pytest.mark.parametrize(("layout", "encoding"), KINDS)
+@pytest.mark.parametrize(("layout", "encoding"), READ)
 def test_what_others_write_is_read(tmp_path: Path, layout: str, encoding: str) -> None:
     base = write_checkpoint(tmp_path / "base", BASE)
     path = by_hand.write_trl(tmp_path, BASE, NEW, 12, layout, encoding)

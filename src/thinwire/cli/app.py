@@ -15,6 +15,7 @@ from thinwire.cli.apply import apply
 from thinwire.cli.attach import attach
 from thinwire.cli.bench import bench
 from thinwire.cli.cat import cat
+from thinwire.cli.convert import convert
 from thinwire.cli.diff import diff
 from thinwire.cli.failures import INTERRUPTED, usage_reported
 from thinwire.cli.follow import follow
@@ -23,6 +24,7 @@ from thinwire.cli.inspect import inspect
 from thinwire.cli.keygen import keygen
 from thinwire.cli.log import log
 from thinwire.cli.maintain import maintain
+from thinwire.cli.mirror import mirror
 from thinwire.cli.policy import policy
 from thinwire.cli.publish import publish
 from thinwire.cli.serve import serve
@@ -82,6 +84,8 @@ for command in (diff, apply, inspect, verify, bench):
     app.command()(command)
 for stream_command in (publish, follow, log, cat, maintain, policy, fsck, keygen):
     app.command(rich_help_panel="Streams")(stream_command)
+for interop_command in (convert, mirror):
+    app.command(rich_help_panel="Other systems' formats")(interop_command)
 for engine_command in (attach, serve):
     app.command(rich_help_panel="Engines")(engine_command)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from thinwire.cli.execute import run_after
 from thinwire.cli.failures import INTERRUPTED, reported
 from thinwire.cli.logs import LogLevel, observing
 from thinwire.cli.options import (
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
     from thinwire.follow import Stream
     from thinwire.stream.events import Event
     from thinwire.stream.version import Version
-
-_STDERR = 2
 
 
 def follow(
@@ -162,7 +158,7 @@ def follow(
                     on_bytes=on_bytes,
                 )
             _print(held, as_json, fetched.total_bytes)
-            _execute(execute, folder, held, logger)
+            run_after(execute, folder, held, logger)
             if is_stopped.is_set():
                 raise typer.Exit(INTERRUPTED)
             return
@@ -173,31 +169,8 @@ def follow(
         for held in follower.follow(poll_s=poll):
             _print(held, as_json, fetched.total_bytes)
             fetched.total_bytes = 0
-            _execute(execute, folder, held, logger)
+            run_after(execute, folder, held, logger)
         logger.info("stopped")
-
-
-def _execute(command: str | None, folder: Path, held: Version, logger: Any) -> None:
-    """Run the caller's command while the folder rests; that it fails is told, and goes by."""
-    if command is None:
-        return
-    facts = {
-        "THINWIRE_VERSION": str(held.version),
-        "THINWIRE_STEP": "" if held.step is None else str(held.step),
-        "THINWIRE_FOLDER": str(folder.absolute()),
-    }
-    try:
-        # Its output must not mix with ours, which may be read by a program.
-        done = subprocess.run(
-            shlex.split(command), env=os.environ | facts, stdout=_STDERR, check=False
-        )
-        code = done.returncode
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(
-            f"--exec {command[:200]!r} cannot be run: {error}", hint="Give a command on the PATH"
-        ) from error
-    if code:
-        logger.warning("exec failed", version=held.version, code=code)
 
 
 def _wait(

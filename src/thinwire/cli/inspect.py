@@ -1,4 +1,4 @@
-"""``thinwire inspect``: what a delta holds, read from its index."""
+"""``thinwire inspect``: what a delta holds, read from its index, also another system's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from thinwire.cli.failures import reported
-from thinwire.cli.options import DeltaFile, Json
+from thinwire.cli.options import Json
 from thinwire.cli.output import print_json
+from thinwire.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    delta: DeltaFile,
+    delta: Annotated[
+        Path,
+        typer.Argument(
+            help="The delta: a .tw file, or another system's file or version's folder; or a folder "
+            "of such versions."
+        ),
+    ],
     base: Annotated[
         Path | None,
         typer.Option(
@@ -44,8 +51,11 @@ def inspect(
 
     Small tensors share a group of one section, whose bytes stand in a line of the group. Changes
     are counted in words: elements, except that complex numbers have two and packed types share one.
+    Of the deltas of other systems it shows what their files say.
     """
     with reported(as_json):
+        if _show_foreign(delta, base, top, as_json):
+            return
         from thinwire.cli.inspect_tables import print_inspection
         from thinwire.codec.api import inspect as inspect_delta
 
@@ -55,6 +65,27 @@ def inspect(
             print_json(_as_json(delta, found, steps))
         else:
             print_inspection(delta, found, steps, top)
+
+
+def _show_foreign(path: Path, base: Path | None, top: int | None, as_json: bool) -> bool:
+    """Show another system's delta or chain; False: it is none."""
+    from thinwire.cli.inspect_foreign import show_chain, show_delta
+    from thinwire.interop.formats import chain_of, format_of
+
+    format = format_of(path)
+    chain = chain_of(path) if format is None and path.is_dir() else None
+    if format is None and chain is None:
+        return False
+    if base is not None:
+        raise InvalidArgument(
+            "--base is for thinwire's own deltas", hint="`thinwire convert` makes one of it"
+        )
+    if format is not None:
+        with format.open_delta(path) as delta:
+            show_delta(path, delta, top, as_json)
+    if chain is not None:
+        show_chain(path, *chain, as_json)
+    return True
 
 
 def _steps_by_tensor(delta: Path, base: Path) -> dict[str, StepCounts]:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from thinwire.cli.logs import LogLevel
+from thinwire.errors import InvalidArgument
 
 # More threads than this wait for memory, not for a processor.
 MAX_DEFAULT_WORKERS = 8
@@ -37,8 +38,8 @@ JsonLines = Annotated[
 Url = Annotated[
     str,
     typer.Argument(
-        help="The stream: file://, s3://, gs://, az:// or a folder. Credentials come from the "
-        "environment."
+        help="The stream: file://, s3://, gs://, az://, hf:// or a folder. Credentials come from "
+        "the environment."
     ),
 ]
 Trust = Annotated[
@@ -106,6 +107,17 @@ Poll = Annotated[
     typer.Option(min=0.01, max=3600, help="The shortest time between two looks, in seconds."),
 ]
 
+FormatOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="NAME=VALUE",
+        show_default=False,
+        help="What the format's writer is asked for, such as encoding=overwrite. Repeatable; see "
+        "docs/interop.md.",
+    ),
+]
+
 _UNITS = {
     "B": 1,
     **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
@@ -145,6 +157,24 @@ MemoryLimit = Annotated[
         help="What fetching may hold in memory; default: 256MiB.",
     ),
 ]
+
+
+def parse_options(given: list[str] | None) -> dict[str, str]:
+    """``NAME=VALUE`` pairs by name.
+
+    Raises:
+        InvalidArgument: One is no such pair, or a name comes twice.
+    """
+    options: dict[str, str] = {}
+    for pair in given or ():
+        name, equals, value = pair.partition("=")
+        if not name or not equals or name in options:
+            raise InvalidArgument(
+                f"the option {pair[:80]!r} is not NAME=VALUE, or comes twice",
+                hint="Write for example --option encoding=overwrite",
+            )
+        options[name] = value
+    return options
 
 
 def worker_count(asked: int | None) -> int:

@@ -1,0 +1,217 @@
+"""Every other system's format by name, and which one a file or a folder has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from thinwire.checkpoint import Checkpoint
+from thinwire.checkpoint.disk import os_errors
+from thinwire.codec.container import MAGIC
+from thinwire.errors import InvalidArgument
+from thinwire.interop.change import Change
+from thinwire.interop.foreign import ChainVersion, ForeignDelta, OutFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One format. Its module is imported when it is used.
+
+    Attributes:
+        name: As ``--to`` and ``--format`` take it.
+        system: Whose it is.
+        module: Where its functions are.
+        reads: Whether deltas of it are read.
+        writes_deltas: Whether deltas of it are written.
+        writes_full: Whether full versions of it are written.
+        has_folders: Whether a version is a folder of its own; else it is one file.
+        is_contiguous: Whether a reader only takes the delta from one version to the very next.
+        names_anchor: Whether a delta says which full version is the newest before it.
+        full_every: After so many deltas a mirror writes a full version; 0: it need not.
+        options: What a user may ask its writer of deltas for.
+    """
+
+    name: str
+    system: str
+    module: str
+    reads: bool = True
+    writes_deltas: bool = True
+    writes_full: bool = True
+    has_folders: bool = True
+    is_contiguous: bool = False
+    names_anchor: bool = False
+    full_every: int = 0
+    options: tuple[str, ...] = ()
+
+    def is_delta(self, path: Path) -> bool:
+        """Whether a file or folder looks like one delta of this format."""
+        return self.reads and bool(self._function("is_delta")(path))
+
+    def open_delta(self, path: Path) -> ForeignDelta:
+        """Open one delta.
+
+        Raises:
+            FormatError, StoreError: It is malformed, or cannot be read.
+        """
+        opened: ForeignDelta = self._function("open_delta")(path)
+        return opened
+
+    def list_versions(self, folder: Path) -> list[ChainVersion]:
+        """The versions of a chain, oldest first; none where the folder holds no such chain."""
+        found: list[ChainVersion] = self._function("list_versions")(folder)
+        return found
+
+    def write_delta(
+        self, change: Change, out: Path, *, version: int, base_version: int, **options: Any
+    ) -> list[OutFile]:
+        """Write one delta into the empty folder ``out``.
+
+        Raises:
+            TensorMismatch, Unsupported: The format has no delta for that.
+            StoreError: The disk is full.
+        """
+        if not self.writes_deltas:
+            raise InvalidArgument(
+                f"the {self.name} format's deltas are only read here",
+                hint=f"Write one of {', '.join(names(lambda other: other.writes_deltas))}",
+            )
+        written: list[OutFile] = self._function("write_delta")(
+            change, out, version=version, base_version=base_version, **options
+        )
+        return written
+
+    def write_full(
+        self, checkpoint: Checkpoint, out: Path, *, version: int, **options: Any
+    ) -> list[OutFile]:
+        """Write one full version; what need not change is named where it lies.
+
+        Raises:
+            InvalidArgument: The format has no full versions.
+            Unsupported: It cannot carry these weights.
+        """
+        if not self.writes_full:
+            raise InvalidArgument(
+                f"{self.system} has no full versions: both sides begin with the same checkpoint",
+                hint="Begin with the checkpoint that the first delta was made from",
+            )
+        written: list[OutFile] = self._function("write_full")(
+            checkpoint, out, version=version, **options
+        )
+        return written
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuse options that the format's writer does not have.
+
+        Raises:
+            InvalidArgument: One is not known.
+        """
+        for name in options:
+            if name not in self.options:
+                known = ", ".join(self.options) or "none"
+                raise InvalidArgument(
+                    f"the {self.name} format has no option {name!r}", hint=f"It has: {known}"
+                )
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(import_module(self.module), name)
+        return found
+
+
+_ROOM = "thinwire.interop"
+FORMATS = {
+    row.name: row
+    for row in (
+        Format(
+            name="slime",
+            system="slime's weight_v",
+            module=f"{_ROOM}.slime",
+            is_contiguous=True,
+            full_every=50,
+            options=("encoding", "checksum"),
+        ),
+        Format(
+            name="fireworks",
+            system="Fireworks' hot-load",
+            module=f"{_ROOM}.fireworks.folder",
+            full_every=25,
+            options=("compression_format",),
+        ),
+        Format(
+            name="trl",
+            system="TRL's delta weight sync",
+            module=f"{_ROOM}.trl",
+            has_folders=False,
+            full_every=10,
+            options=("layout", "encoding"),
+        ),
+        Format(
+            name="skyrl",
+            system="SkyRL's delta sync",
+            module=f"{_ROOM}.skyrl",
+            writes_full=False,
+            is_contiguous=True,
+            options=("checksum",),
+        ),
+        Format(
+            name="grail",
+            system="grail's PULSE",
+            module=f"{_ROOM}.grail",
+            names_anchor=True,
+            full_every=10,
+            options=("layout",),
+        ),
+        Format(
+            name="nemo",
+            system="NeMo-RL's sparse refit",
+            module=f"{_ROOM}.nemo",
+            writes_deltas=False,
+            writes_full=False,
+        ),
+        Format(
+            name="hf",
+            system="Hugging Face's",
+            module=f"{_ROOM}.hf",
+            reads=False,
+            writes_deltas=False,
+        ),
+    )
+}
+
+
+def names(is_wanted: Callable[[Format], bool]) -> list[str]:
+    """The names of the formats of a kind."""
+    return [row.name for row in FORMATS.values() if is_wanted(row)]
+
+
+def format_named(name: str) -> Format:
+    """The format called ``name``.
+
+    Raises:
+        InvalidArgument: There is none.
+    """
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise InvalidArgument(
+            f"no format {name[:40]!r}", hint=f"Known are {', '.join(FORMATS)}"
+        ) from None
+
+
+def format_of(path: Path) -> Format | None:
+    """Which format one delta has, by a look at it; None: none of these, such as thinwire's own."""
+    if path.is_file():
+        with os_errors("cannot read", path), path.open("rb") as file:
+            if file.read(len(MAGIC)) == MAGIC:
+                return None
+    return next((row for row in FORMATS.values() if row.is_delta(path)), None)
+
+
+def chain_of(folder: Path) -> tuple[Format, list[ChainVersion]] | None:
+    """Which format the chain in a folder has, and its versions; None: none of these."""
+    for row in FORMATS.values():
+        if row.name != "nemo" and (versions := row.list_versions(folder)):
+            return row, versions
+    return None
