@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.checkpoint import diff_checkpoint
+from thinwire.testing.hot_load_server import HotLoadServer, serving
 
 from .conftest import Pair, Run, read_json
 from .streams import VERSIONS, Lab, publish_some, running
@@ -178,3 +179,32 @@ def test_mirror_for_a_deployment_needs_a_key(
     )  # fmt: skip
     assert done.exit_code == 2
     assert "FIREWORKS_API_KEY" in done.stderr
+
+
+def test_mirror_into_a_deployment(stream: Lab, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HotLoadServer()
+    monkeypatch.setenv("FIREWORKS_API_KEY", server.key)
+    bucket = stream.root / "bucket"
+    with serving(server) as endpoint:
+        done = run(
+            "mirror", stream.url, bucket, "--format", "fireworks", "--work-dir",
+            stream.root / "work", "--deployment", "d", "--account", "acme", "--model", "m",
+            "--endpoint", endpoint, "--reset-prompt-cache", "all", "--once",
+        )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith(f"version {VERSIONS}: v0000000{VERSIONS}-")
+    assert server.fleet.current() == next(bucket.glob("v*")).name
+    assert server.key not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("format", ["slime", "fireworks", "trl", "hf"])
+def test_mirror_in_each_format(two_versions: Lab, run: Run, format: str) -> None:
+    stream = two_versions
+    arguments = ["mirror", stream.url, stream.root / "dst", "--format", format]
+    arguments += ["--work-dir", stream.root / "work", "--once", "--json"]
+    (first,) = lines(run(*arguments).stdout)
+    publish_some(stream, 3, 3)
+    (second,) = lines(run(*arguments).stdout)
+    assert (first["version"], first["mirrored_base"]) == (2, None)
+    assert (second["version"], second["mirrored_base"]) == (3, None if format == "hf" else 2)
+    assert run(*arguments).stdout == ""

@@ -233,7 +233,7 @@ def test_target_of_another_format(versions: list[Path], tmp_path: Path) -> None:
     delta = tmp_path / "step.tw"
     diff_checkpoint(versions[0], versions[1], delta)
     convert_delta(delta, tmp_path / "chain", "slime", base=versions[0], version=1)
-    with pytest.raises(InvalidArgument, match="in another format"):
+    with pytest.raises(InvalidArgument, match="another format"):
         convert_delta(delta, tmp_path / "chain", "trl", base=versions[0], version=1)
 
 
@@ -258,20 +258,60 @@ def test_chain_of_nothing(tmp_path: Path) -> None:
         list(convert_chain(tmp_path, tmp_path / "out", "slime"))
 
 
-def test_only_what_changed_is_decoded_in_batches(
-    versions: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("thinwire.interop.change._BATCH_BYTES", 1000)
-    delta = tmp_path / "step.tw"
-    diff_checkpoint(versions[0], versions[1], delta)
-    convert_delta(delta, tmp_path / "chain", "slime", base=versions[0], version=1)
-    states = replayed(tmp_path / "chain", versions[0], tmp_path / "work")
-    assert states[1] == read_tensors(versions[1])
-    assert read_tensors(versions[0]) != read_tensors(versions[1])
-
-
 def test_grail_names_its_anchor(versions: list[Path], tmp_path: Path) -> None:
     publish(tmp_path / "stream", tmp_path / "state", versions[:3])
     list(convert_stream(open_stream(tmp_path / "stream"), tmp_path / "chain", "grail"))
     said = json.loads((tmp_path / "chain" / "checkpoint-3" / "DELTA" / "metadata.json").read_text())
     assert (said["prev_window"], said["anchor_window"]) == (2, 1)
+
+
+def test_a_version_is_not_written_over(versions: list[Path], tmp_path: Path) -> None:
+    delta = tmp_path / "step.tw"
+    diff_checkpoint(versions[0], versions[1], delta)
+    convert_delta(delta, tmp_path / "chain", "slime", base=versions[0], version=2)
+    before = (tmp_path / "chain" / "weight_v000002" / "model.safetensors.index.json").read_bytes()
+    diff_checkpoint(versions[0], versions[2], tmp_path / "other.tw")
+    for version in (2, 1):
+        with pytest.raises(AlreadyExists, match="has version 2 already"):
+            convert_delta(
+                tmp_path / "other.tw",
+                tmp_path / "chain",
+                "slime",
+                base=versions[0],
+                version=version,
+            )
+    after = (tmp_path / "chain" / "weight_v000002" / "model.safetensors.index.json").read_bytes()
+    assert after == before
+
+
+def test_a_failed_conversion_leaves_the_target_free(versions: list[Path], tmp_path: Path) -> None:
+    f32 = {"a.safetensors": {"w": ("F32", [40])}}
+    other = write_versions(tmp_path / "other", 2, f32)
+    diff_checkpoint(other[0], other[1], tmp_path / "f32.tw")
+    with pytest.raises(ThinwireError):
+        convert_delta(tmp_path / "f32.tw", tmp_path / "out", "trl", base=other[0], version=1)
+    convert_delta(tmp_path / "f32.tw", tmp_path / "out", "slime", base=other[0], version=1)
+
+
+def test_a_chain_becomes_a_stream_once(versions: list[Path], tmp_path: Path) -> None:
+    publish(tmp_path / "stream", tmp_path / "state", versions[:2])
+    list(convert_stream(open_stream(tmp_path / "stream"), tmp_path / "chain", "slime"))
+    list(convert_chain(tmp_path / "chain", tmp_path / "again", "thinwire"))
+    with pytest.raises(InvalidArgument, match="has versions already"):
+        list(convert_chain(tmp_path / "chain", tmp_path / "again", "thinwire"))
+
+
+def test_full_versions_in_a_format_without(versions: list[Path], tmp_path: Path) -> None:
+    publish(tmp_path / "stream", tmp_path / "state", versions)
+    list(convert_stream(open_stream(tmp_path / "stream"), tmp_path / "hf", "slime"))
+    # Version 3 in full, too: as slime's chains have it now and then.
+    full = tmp_path / "hf" / "weight_v000003"
+    shutil.rmtree(full)
+    shutil.copytree(versions[2], full)
+    index = json.loads((full / "model.safetensors.index.json").read_text())
+    index["metadata"]["version"] = "000003"
+    (full / "model.safetensors.index.json").write_text(json.dumps(index))
+    done = list(convert_chain(tmp_path / "hf", tmp_path / "skyrl", "skyrl"))
+    assert [(row.version, row.base_version) for row in done] == [(1, None), (2, 1), (3, 2), (4, 3)]
+    states = replayed(tmp_path / "skyrl", versions[0], tmp_path / "work")
+    assert states == {n: read_tensors(versions[n - 1]) for n in (2, 3, 4)}

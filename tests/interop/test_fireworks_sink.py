@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +16,13 @@ import pytest
 from tests.interop.chains import publish, read_tensors, write_versions
 from tests.interop.hot_loading import Ticking
 
-from thinwire.errors import Deadline, EngineError, InvalidArgument
+from thinwire.errors import Deadline, EngineError, InvalidArgument, ThinwireError
 from thinwire.follow import Follower, open_stream
 from thinwire.interop.fireworks.hot_load import HotLoad, PromptCache
 from thinwire.interop.fireworks.sink import FireworksSink
 from thinwire.interop.mirror import Mirror
+from thinwire.store import open_store
+from thinwire.testing.faults import FaultStore
 from thinwire.testing.hot_load_fleet import Fleet, Snapshot
 from thinwire.testing.hot_load_server import Fault, HotLoadServer, serving
 
@@ -83,6 +87,12 @@ class Lab:
         )
         self.published += count
 
+    def served(self) -> str:
+        """What every replica serves."""
+        current = self.server.fleet.current()
+        assert current is not None
+        return current
+
     def sink(self, **options: Any) -> FireworksSink:
         hot_load = HotLoad(
             "acme",
@@ -93,10 +103,10 @@ class Lab:
             clock=Ticking().clock(),
         )
         stream = open_stream(self.root / "stream")
-        options = {"wait_s": 30.0, **options}
+        options = {"wait_s": 30.0, "bucket": str(self.bucket), **options}
         return FireworksSink(
             self.root / "copy",
-            str(self.bucket),
+            options.pop("bucket"),
             stream.record().stream,
             hot_load=hot_load,
             **options,
@@ -165,16 +175,22 @@ def test_config_and_tokenizer_travel(lab: Lab) -> None:
 def test_full_ones_come_round(lab: Lab) -> None:
     lab.publish(1)
     lab.catch_up(full_every=2)
-    lab.publish(4)
-    assert lab.catch_up(full_every=2) == [(2, 1), (3, None), (4, 3), (5, None)]
+    told = []
+    for _ in range(4):
+        lab.publish(1)
+        told += lab.catch_up(full_every=2)
+    assert told == [(2, 1), (3, None), (4, 3), (5, None)]
     lab.check_served(5)
 
 
 def test_every_one_full(lab: Lab) -> None:
     lab.publish(1)
     lab.catch_up(full_every=1)
-    lab.publish(2)
-    assert lab.catch_up(full_every=1) == [(2, None), (3, None)]
+    told = []
+    for _ in range(2):
+        lab.publish(1)
+        told += lab.catch_up(full_every=1)
+    assert told == [(2, None), (3, None)]
     lab.check_served(3)
 
 
@@ -235,17 +251,151 @@ def test_refused_signal(lab: Lab) -> None:
     lab.publish(1)
     lab.catch_up()
     lab.publish(1)
-    lab.server.faults.append(Fault(method="POST", status=400))
-    lab.server.faults.append(Fault(method="POST", status=400))
-    lab.server.faults.append(Fault(method="POST", status=400))
-    lab.server.faults.append(Fault(method="POST", status=400))
-    for _ in range(4):
-        try:
-            lab.catch_up()
-        except EngineError:
-            continue
-        break
+    lab.server.faults.append(Fault(method="POST", path="/hot_load", status=400))
+    with pytest.raises(EngineError, match="400"):
+        lab.catch_up()
+    lab.catch_up()
+    # The identity that was refused is not announced again.
+    names = [body["identity"] for body in lab.signals()]
+    assert len(names) == len(set(names)) == 3
     lab.check_served(2)
+
+
+def test_all_replicas_failed_and_the_process_died(lab: Lab) -> None:
+    lab.publish(1)
+    lab.catch_up()
+    lab.publish(1)
+    lab.server.fleet.failures.update(a="no", b="no")
+    with pytest.raises(EngineError):
+        lab.catch_up()
+    lab.publish(1)
+    lab.catch_up()
+    names = [body["identity"] for body in lab.signals()]
+    assert len(names) == len(set(names))
+    lab.check_served(3)
+
+
+def test_failed_attempts_do_not_take_what_is_served(lab: Lab) -> None:
+    for _ in range(3):
+        lab.publish(1)
+        lab.catch_up(keep_full=1)
+    lab.publish(1)
+    stream = open_stream(lab.root / "stream")
+    with Mirror(stream, lab.sink(keep_full=1)) as mirror:
+        for _ in range(4):
+            lab.server.fleet.failures.update(a="no", b="no")
+            with pytest.raises(EngineError):
+                list(mirror.catch_up())
+            served = [s.identity for s in lab.server.fleet.chain(lab.served())]
+            assert all((lab.bucket / identity).is_dir() for identity in served)
+        # One attempt in full is enough.
+        assert len(list(lab.bucket.glob("*-full-*"))) == 1
+        list(mirror.catch_up())
+    lab.check_served(4)
+    assert len(list(lab.bucket.glob("v*"))) == 1
+
+
+def test_a_version_after_a_failure_is_uploaded_once(lab: Lab) -> None:
+    lab.publish(1)
+    stream = open_stream(lab.root / "stream")
+    with Follower(stream, lab.sink()) as follower:
+        follower.catch_up()
+        lab.publish(1)
+        lab.server.fleet.failures["a"] = "no"
+        with pytest.raises(EngineError):
+            follower.catch_up()
+        lab.publish(1)
+        follower.catch_up()
+    assert [path.name[:9] for path in sorted(lab.bucket.glob("v*"))] == [
+        "v00000001",
+        "v00000002",
+        "v00000003",
+    ]
+    lab.check_served(3)
+
+
+def test_run_goes_on_after_a_deployments_failures(lab: Lab) -> None:
+    lab.publish(1)
+    lab.catch_up()
+    lab.publish(1)
+    lab.server.fleet.failures["a"] = "out of memory"
+    codes = []
+    with Mirror(open_stream(lab.root / "stream"), lab.sink()) as mirror:
+        for _ in mirror.run(poll_s=0.01, on_failure=lambda error: codes.append(error.code)):
+            mirror.stop()
+    assert codes == ["engine"]
+    lab.check_served(2)
+
+
+def test_run_ends_where_no_waiting_helps(lab: Lab) -> None:
+    lab.publish(1)
+    lab.server.faults.append(Fault(method="POST", path="/hot_load", status=403))
+    with (
+        Mirror(open_stream(lab.root / "stream"), lab.sink()) as mirror,
+        pytest.raises(EngineError, match="403"),
+    ):
+        list(mirror.run(poll_s=0.01))
+
+
+def test_stop_ends_a_wait_for_replicas(lab: Lab) -> None:
+    lab.publish(1)
+    lab.catch_up()
+    lab.publish(1)
+    lab.server.fleet.stuck.add("a")
+    sink = lab.sink(wait_s=1e9)
+    with Mirror(open_stream(lab.root / "stream"), sink) as mirror:
+        threading.Timer(0.5, mirror.stop).start()
+        assert list(mirror.run(poll_s=0.01)) == []
+
+
+class Died(BaseException):
+    """Stands for the death of the process."""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chaos(lab: Lab, seed: int) -> None:
+    """Killed at random calls, with replicas that fail and come anew: it comes through."""
+    rng = random.Random(seed)
+
+    def run_once(share: float) -> bool:
+        left = [rng.randrange(60) if rng.random() < share else 1 << 30]
+
+        def die(*_: str) -> None:
+            if left[0] == 0:
+                raise Died
+            left[0] -= 1
+
+        store = FaultStore(open_store(str(lab.bucket)), random.Random(seed), hook=die)
+        if rng.random() < share:
+            lab.server.fleet.failures[rng.choice("ab")] = "out of memory"
+        if rng.random() < share / 2:
+            lab.server.fleet.failures.update(a="no", b="no")
+        if rng.random() < share:
+            lab.server.fleet.remove("b")
+            lab.server.fleet.add("b")
+        try:
+            with Mirror(
+                open_stream(lab.root / "stream"), lab.sink(bucket=store, full_every=3)
+            ) as mirror:
+                list(mirror.catch_up())
+        except (ThinwireError, Died):
+            return False
+        return True
+
+    lab.publish(1)
+    for _ in range(8):
+        run_once(0.5)
+        for replica in lab.server.fleet.replicas.values():
+            if replica.identity is not None:
+                number = int(replica.identity[1:9])
+                assert replica.held == read_tensors(lab.versions[number - 1])
+        if lab.published < 6 and rng.random() < 0.6:
+            lab.publish(1)
+    lab.server.fleet.failures.clear()
+    assert any(run_once(0) for _ in range(4))
+    lab.check_served(lab.published)
+    served = [s.identity for s in lab.server.fleet.chain(lab.served())]
+    assert all((lab.bucket / identity).is_dir() for identity in served)
 
 
 def test_deployment_that_lost_everything(lab: Lab) -> None:
@@ -284,5 +434,7 @@ def test_bucket_alone(lab: Lab) -> None:
 
 
 def test_nonsense_is_refused(lab: Lab) -> None:
-    with pytest.raises(InvalidArgument, match="full_every is 0"):
-        FireworksSink(lab.root / "copy", str(lab.bucket), "x", full_every=0)
+    with pytest.raises(InvalidArgument, match="full_every is -1"):
+        FireworksSink(lab.root / "copy", str(lab.bucket), "x", full_every=-1)
+    with pytest.raises(InvalidArgument, match="no compression_format 'thinwire'"):
+        FireworksSink(lab.root / "copy", str(lab.bucket), "x", compression_format="thinwire")

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.interop.chains import publish, read_tensors, write_versions
 
-from thinwire.errors import AlreadyExists, InvalidArgument, NotFound, ThinwireError, Unavailable
+from thinwire.errors import (
+    AlreadyExists,
+    BaseUnusable,
+    Corrupt,
+    Fenced,
+    InvalidArgument,
+    NotFound,
+    ThinwireError,
+    Unavailable,
+)
 from thinwire.follow import open_stream
-from thinwire.interop.destination import RECORD, MirroredVersion
 from thinwire.interop.formats import format_named
-from thinwire.interop.mirror import Mirror, mirror_sink
+from thinwire.interop.mirror import Mirror
+from thinwire.interop.mirror_record import RECORD, MirroredVersion
+from thinwire.interop.mirror_sink import mirror_sink
+from thinwire.maintain import Maintainer, set_policy
 from thinwire.publish import Publisher
 from thinwire.store import Store, open_store
+from thinwire.stream.records import Policy
 from thinwire.stream.version import Version
 from thinwire.testing.faults import FaultStore, Rates
 
@@ -83,11 +97,16 @@ class Lab:
         return sorted(path.name for path in self.chain.iterdir() if path.name[0] != ".")
 
     def files(self) -> dict[str, bytes]:
-        return {
+        """Everything at the destination; who wrote it last does not count."""
+        found = {
             str(path.relative_to(self.chain)): path.read_bytes()
             for path in sorted(self.chain.rglob("*"))
             if path.is_file()
         }
+        if RECORD in found:
+            record = json.loads(found[RECORD])
+            found[RECORD] = json.dumps(record | {"holder": ""}).encode()
+        return found
 
 
 @pytest.fixture
@@ -113,8 +132,9 @@ def test_plain_checkpoints(lab: Lab) -> None:
     lab.publish(2)
     lab.catch_up(format="hf", keep_full=2)
     lab.publish(2)
-    assert shown(lab.catch_up(format="hf", keep_full=2)) == [(3, None), (4, None)]
-    assert lab.names() == ["latest", RECORD, "version_000003", "version_000004"]
+    # Version 3 was never the newest that a loader could have found.
+    assert shown(lab.catch_up(format="hf", keep_full=2)) == [(4, None)]
+    assert lab.names() == ["latest", RECORD, "version_000002", "version_000004"]
     assert read_tensors(lab.chain / "version_000004") == read_tensors(lab.versions[3])
 
 
@@ -126,8 +146,10 @@ def test_nothing_published_yet(lab: Lab) -> None:
 def test_full_versions_at_their_time_and_old_ones_go(lab: Lab) -> None:
     lab.publish(1)
     lab.catch_up(full_every=2, keep_full=1)
-    lab.publish(6)
-    told = lab.catch_up(full_every=2, keep_full=1)
+    told = []
+    for _ in range(6):
+        lab.publish(1)
+        told += lab.catch_up(full_every=2, keep_full=1)
     assert shown(told) == [(2, 1), (3, 2), (4, None), (5, 4), (6, 5), (7, None)]
     assert lab.names() == [RECORD, "weight_v000007"]
     assert lab.states() == lab.wanted(7)
@@ -135,10 +157,20 @@ def test_full_versions_at_their_time_and_old_ones_go(lab: Lab) -> None:
 
 def test_keeps_what_the_oldest_kept_full_version_needs(lab: Lab) -> None:
     lab.publish(1)
-    lab.catch_up(full_every=2, keep_full=2)
-    lab.publish(6)
-    lab.catch_up(full_every=2, keep_full=2)
+    for _ in range(7):
+        lab.catch_up(full_every=2, keep_full=2)
+        lab.publish(lab.count < 7)
     assert lab.states() == lab.wanted(4, 5, 6, 7)
+
+
+def test_far_behind_it_goes_to_the_newest(lab: Lab) -> None:
+    lab.publish(1)
+    lab.catch_up(full_every=2)
+    lab.publish(2)
+    assert shown(lab.catch_up(full_every=2)) == [(2, 1), (3, 2)]
+    lab.publish(4)
+    assert shown(lab.catch_up(full_every=2)) == [(7, None)]
+    assert lab.states() == lab.wanted(1, 2, 3, 7)
 
 
 def test_what_the_format_cannot_carry_travels_in_full(lab: Lab, tmp_path: Path) -> None:
@@ -182,7 +214,7 @@ def test_destination_of_another_stream(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     other.chain = lab.chain
     other.publish(1)
-    with pytest.raises(InvalidArgument, match="mirror of another stream"):
+    with pytest.raises(InvalidArgument, match="copy of another stream"):
         other.catch_up()
     assert lab.files() == before
 
@@ -193,7 +225,7 @@ def test_what_lay_there_before_is_not_replaced(lab: Lab) -> None:
     theirs.parent.mkdir(parents=True)
     theirs.write_text("theirs")
     for _ in range(2):
-        with pytest.raises(AlreadyExists, match="did not write"):
+        with pytest.raises(AlreadyExists, match="does not name it"):
             lab.catch_up()
     assert theirs.read_text() == "theirs"
 
@@ -303,3 +335,185 @@ def test_run_tells_passing_failures_and_stops(lab: Lab) -> None:
     assert [error.code for error in failures] == ["not-found"]
     assert told == [(2, None), (3, 2), (4, 3)]
     assert lab.states() == lab.wanted(2, 3, 4)
+
+
+@pytest.mark.parametrize("format", ["slime", "hf", "trl"])
+def test_an_older_folder_does_not_set_the_destination_back(lab: Lab, format: str) -> None:
+    """A work folder from a backup, or of another machine: nothing is written twice."""
+    lab.publish(2)
+    lab.catch_up(format=format)
+    old = _copy_of(lab.root / "copy")
+    for _ in range(2):
+        lab.publish(1)
+        lab.catch_up(format=format)
+    before = lab.files()
+    _restore(lab.root / "copy", old)
+    assert lab.catch_up(format=format) == []
+    assert lab.files() == before
+    lab.publish(1)
+    told = lab.catch_up(format=format)
+    assert told[-1][1].version == 5
+    assert read_tensors(lab.root / "copy") == read_tensors(lab.versions[4])
+
+
+def test_a_second_mirror_takes_over_and_the_first_stops(lab: Lab) -> None:
+    lab.publish(1)
+    with lab.mirror() as first:
+        list(first.catch_up())
+        other = Lab(lab.root, lab.versions)
+        other.count = 1
+        lab.publish(1)
+        sink = mirror_sink(
+            open_stream(lab.root / "stream"),
+            lab.root / "copy-2",
+            open_store(str(lab.chain)),
+            format_named("slime"),
+            full_every=0,
+            keep_full=0,
+        )
+        with Mirror(open_stream(lab.root / "stream"), sink) as second:
+            # It begins where the destination is.
+            told = list(second.catch_up())
+            assert told[-1][1].version == 2
+            lab.publish(1)
+            with pytest.raises(Fenced, match="another one began to write"):
+                list(first.catch_up())
+            list(second.catch_up())
+    assert lab.states() == lab.wanted(1, 2, 3)
+
+
+def test_full_weights_are_proved_before_they_travel(lab: Lab) -> None:
+    lab.publish(1)
+    lab.catch_up()
+    path = next((lab.root / "copy").glob("model-00001*"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    lab.chain = lab.root / "another"
+    with pytest.raises(BaseUnusable, match="does not hold version 1"):
+        lab.catch_up()
+    assert not list(lab.chain.glob("weight_v*"))
+
+
+def test_a_replaced_stream_is_noticed(lab: Lab, tmp_path: Path) -> None:
+    lab.publish(2)
+    lab.catch_up()
+    before = lab.files()
+    shutil.rmtree(lab.root / "stream")
+    shutil.rmtree(lab.root / "state")
+    publish(lab.root / "stream", lab.root / "state", lab.versions[3:5])
+    with pytest.raises(ThinwireError) as raised:
+        lab.catch_up()
+    assert raised.value.code in ("lineage-changed", "invalid-argument")
+    assert lab.files() == before
+
+
+def test_behind_what_the_stream_keeps(lab: Lab) -> None:
+    lab.publish(1)
+    lab.catch_up()
+    lab.publish(4)
+    stream = open_stream(lab.root / "stream")
+    head = stream.tip().head
+    assert head is not None
+    # An anchor at the newest version, and the deltas before it gone.
+    set_policy(stream, Policy(anchor_every=4))
+    Maintainer(stream, lab.root / "maintain").run_once()
+    anchored = stream.listed_anchors(head.lineage)
+    for path in (lab.root / "stream").rglob("*.tw"):
+        path.unlink()
+    if not anchored:
+        pytest.fail("the maintainer made no anchor")
+    assert shown(lab.catch_up()) == [(max(anchored), None)]
+
+
+def test_a_caller_that_died_is_told_again(lab: Lab) -> None:
+    lab.publish(1)
+    with lab.mirror() as mirror:
+        for _, written in mirror.catch_up():
+            assert written.version == 1
+            break  # killed before it had done what it does then
+    assert shown(lab.catch_up()) == [(1, None)]
+    assert lab.catch_up() == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"writing": "datasets"},
+        {"writing": "../up"},
+        {"versions": [["datasets/precious.bin"]]},
+        {"versions": [["weight_v000001/../../x"]]},
+    ],
+)
+def test_a_record_may_name_only_its_own(lab: Lab, change: dict[str, Any]) -> None:
+    lab.publish(1)
+    lab.catch_up()
+    precious = lab.chain / "datasets" / "precious.bin"
+    precious.parent.mkdir()
+    precious.write_bytes(b"theirs")
+    record = json.loads((lab.chain / RECORD).read_text())
+    if "versions" in change:
+        record["versions"][0]["keys"] = change["versions"][0]
+    else:
+        record |= change
+    (lab.chain / RECORD).write_text(json.dumps(record))
+    lab.publish(1)
+    with pytest.raises(Corrupt, match="malformed"):
+        lab.catch_up()
+    assert precious.read_bytes() == b"theirs"
+
+
+def test_a_folder_of_somebody_elses_is_left_alone(lab: Lab) -> None:
+    lab.publish(1)
+    theirs = lab.chain / "weight_v000001" / "model-00002-of-00002.safetensors"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("theirs")
+    for _ in range(2):
+        with pytest.raises(AlreadyExists):
+            lab.catch_up()
+    assert theirs.read_text() == "theirs"
+
+
+def test_destinations_that_cannot_be(lab: Lab) -> None:
+    lab.publish(1)
+    for place in ("stream", "copy", "copy/inside"):
+        lab.chain = lab.root / place
+        with pytest.raises(InvalidArgument, match="stream itself, or lies in the work folder"):
+            lab.catch_up()
+
+
+def test_what_is_deleted_is_named_until_it_is_gone(lab: Lab) -> None:
+    """Killed while old versions are deleted, the next run deletes the rest."""
+    lab.publish(1)
+    lab.catch_up(full_every=1, keep_full=1)
+    lab.publish(1)
+    lab.catch_up(full_every=1, keep_full=1)
+    lab.publish(1)
+    start, copy = lab.files(), _copy_of(lab.root / "copy")
+    calls: list[str] = []
+    counting = FaultStore(
+        open_store(str(lab.chain)), random.Random(1), hook=lambda *call: calls.append(call[1])
+    )
+    lab.catch_up(store=counting, full_every=1, keep_full=1)
+    assert "delete" in calls
+    wanted = lab.names()
+    for death in range(len(calls)):
+        _restore(lab.chain, start)
+        _restore(lab.root / "copy", copy)
+        left = [death]
+
+        def die(*_: str, left: list[int] = left) -> None:
+            if left[0] == 0:
+                raise Died
+            left[0] -= 1
+
+        dying = FaultStore(open_store(str(lab.chain)), random.Random(1), hook=die)
+        with pytest.raises(Died):
+            lab.catch_up(store=dying, full_every=1, keep_full=1)
+        lab.catch_up(full_every=1, keep_full=1)
+        # What was not yet deleted goes with the next version that is written.
+        lab.publish(0)
+        assert set(lab.names()) >= set(wanted)
+        record = json.loads((lab.chain / RECORD).read_text())
+        there = {name for name in lab.names() if name != RECORD}
+        assert {row["name"] for row in record["versions"]} == there, calls[death]

@@ -75,12 +75,19 @@ def convert(
         Path | None,
         typer.Option(
             show_default=False,
-            help="Where a chain's states are kept meanwhile: room for one model, for thinwire two.",
+            help="Where things are kept meanwhile: room for three models, for a chain to thinwire "
+            "four.",
         ),
     ] = None,
     workers: Workers = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the delta file DST.")
+    ] = False,
+    single_writer: Annotated[
+        bool,
+        typer.Option(
+            "--single-writer", help="DST has no put-if-absent: only this process writes to it."
+        ),
     ] = False,
     trust: Trust = None,
     as_json: JsonLines = False,
@@ -91,18 +98,16 @@ def convert(
     `thinwire mirror` keeps such a copy of a stream current.
     """
     with reported(as_json, is_lines=True), terminable():
-        count = 0
         options: dict[str, Any] = {
             "options": parse_options(option),
+            "work_dir": work_dir,
             "workers": worker_count(workers),
+            "single_writer": single_writer,
         }
         for done in _convert(
-            source, target, to, base, version, base_version, work_dir, overwrite, trust, options
+            source, target, to, base, version, base_version, overwrite, trust, options
         ):
-            count += 1
             _print(done, as_json)
-        if not count:
-            raise InvalidArgument(f"{source} holds no version", hint="Publish one first")
 
 
 def _convert(
@@ -112,20 +117,24 @@ def _convert(
     base: Path | None,
     version: int | None,
     base_version: int | None,
-    work_dir: Path | None,
     overwrite: bool,
     trust: list[str] | None,
     options: dict[str, Any],
 ) -> Iterator[Converted]:
     from thinwire.follow import open_stream
-    from thinwire.interop.convert import convert_chain, convert_delta, convert_stream
+    from thinwire.interop.convert import THINWIRE, convert_chain, convert_delta, convert_stream
     from thinwire.interop.formats import chain_of, format_of
     from thinwire.stream import keys
 
     path = Path(source)
+    if overwrite and to != THINWIRE:
+        raise InvalidArgument(
+            "--overwrite is for the delta file that --to thinwire writes",
+            hint="What lies at a destination is never replaced: give another one",
+        )
     if "://" in source or (path / keys.STREAM).is_file():
         stream = open_stream(source, trusted_keys=trust or ())
-        yield from convert_stream(stream, target, to, work_dir=work_dir, base=base, **options)
+        yield from convert_stream(stream, target, to, base=base, **options)
         return
     is_chain = path.is_dir() and format_of(path) is None and chain_of(path) is not None
     if is_chain:
@@ -133,7 +142,7 @@ def _convert(
             raise InvalidArgument(
                 "--version and --base-version are for single deltas", hint="Leave them out"
             )
-        yield from convert_chain(source, target, to, base=base, work_dir=work_dir, **options)
+        yield from convert_chain(source, target, to, base=base, **options)
         return
     if base is None:
         raise InvalidArgument(

@@ -34,8 +34,8 @@ from thinwire.errors import InvalidArgument, ThinwireError
 
 if TYPE_CHECKING:
     from thinwire.follow import Stream
-    from thinwire.interop.destination import MirroredVersion
-    from thinwire.interop.mirror import MirrorSink
+    from thinwire.interop.mirror_record import MirroredVersion
+    from thinwire.interop.mirror_sink import MirrorSink
     from thinwire.store import Store
     from thinwire.stream.version import Version
 
@@ -131,9 +131,13 @@ def mirror(
         ),
     ] = None,
     load_timeout: Annotated[
-        float,
-        typer.Option(min=1, help="Fireworks: seconds that the replicas may take for a version."),
-    ] = 1800.0,
+        float | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help="Fireworks: seconds that the replicas may take for a version; default: 1800.",
+        ),
+    ] = None,
     execute: Annotated[
         str | None,
         typer.Option(
@@ -169,6 +173,7 @@ def mirror(
             "deployment": deployment,
             "endpoint": endpoint,
             "reset_prompt_cache": reset_prompt_cache,
+            "load_timeout": load_timeout,
         }
         if format is MirrorFormat.FIREWORKS:
             sink = _fireworks_sink(
@@ -180,7 +185,6 @@ def mirror(
                 keep_full,
                 workers,
                 hosted,
-                load_timeout,
             )
         else:
             _refuse_hosted(hosted)
@@ -223,7 +227,7 @@ def _plain_sink(
     workers: int | None,
 ) -> MirrorSink:
     from thinwire.interop.formats import format_named
-    from thinwire.interop.mirror import mirror_sink
+    from thinwire.interop.mirror_sink import mirror_sink
 
     return mirror_sink(
         stream,
@@ -246,18 +250,15 @@ def _fireworks_sink(
     keep_full: int,
     workers: int | None,
     hosted: dict[str, Any],
-    load_timeout_s: float,
 ) -> MirrorSink:
     from thinwire.interop.fireworks.hot_load import ENDPOINT, HotLoad, PromptCache
     from thinwire.interop.fireworks.sink import FireworksSink
+    from thinwire.interop.formats import format_named
+    from thinwire.interop.mirror_sink import refuse_same_place
     from thinwire.interop.snapshot_plan import FULL_EVERY
 
-    compression_format = options.pop("compression_format", "arc_v2")
-    if options:
-        raise InvalidArgument(
-            f"a mirror for Fireworks has no option {sorted(options)[0]!r}",
-            hint="It has: compression_format",
-        )
+    format_named("fireworks").check_options(options)
+    refuse_same_place(stream, folder, store)
     hot_load = None
     if hosted["deployment"] is not None:
         key = os.environ.get(KEY_VARIABLE)
@@ -282,11 +283,11 @@ def _fireworks_sink(
         stream.record().stream,
         hot_load=hot_load,
         reset_prompt_cache=None if cache is None else PromptCache(cache.value),
-        full_every=FULL_EVERY if full_every is None else full_every + 1,
+        full_every=FULL_EVERY if full_every is None else full_every and full_every + 1,
         keep_full=keep_full,
-        wait_s=load_timeout_s,
+        wait_s=hosted["load_timeout"] or 1800.0,
         workers=worker_count(workers),
-        compression_format=compression_format,
+        compression_format=options.get("compression_format", "arc_v2"),
     )
 
 

@@ -293,6 +293,15 @@ class Follower:
         """
         yield from self._updates(poll_s, float("inf"), idle_s)
 
+    def renew_lease(self) -> None:
+        """Tell the stream that the version held here is still needed; rarely more than that.
+
+        For those who bring a sink on step by step, or are busy between two steps.
+        """
+        mark = self._guard.mark()
+        if mark is not None:
+            self._lease(mark.lineage, mark.version)
+
     def wake(self) -> None:
         """Make :meth:`follow` look now. From any thread, or a signal handler."""
         self._wakes.put(None)

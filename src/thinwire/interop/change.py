@@ -16,18 +16,15 @@ from typing import Protocol
 import numpy as np
 
 from thinwire.checkpoint import Checkpoint
-from thinwire.checkpoint.disk import ByteArray, map_file, os_errors
+from thinwire.checkpoint.disk import ByteArray, map_file, os_errors, reserve
 from thinwire.checkpoint.plan import base_file_view, plan_result
 from thinwire.checkpoint.safetensors_file import StoredTensor
-from thinwire.codec.delta import TensorEntry
 from thinwire.codec.delta_set import OpenDelta
 from thinwire.codec.dtypes import byte_count
 from thinwire.codec.write import Pair
 from thinwire.errors import TensorMismatch
 from thinwire.interop.foreign import ForeignDelta
 
-# What decoding ahead may hold; a larger tensor comes alone.
-_BATCH_BYTES = 256 << 20
 _NO_BYTES = np.empty(0, np.uint8)
 
 
@@ -54,7 +51,11 @@ class Change(Protocol):
 
 
 class CheckpointChange:
-    """The change between two opened checkpoints; see :class:`Change`."""
+    """The change between two opened checkpoints; see :class:`Change`.
+
+    Attributes:
+        new: The new one.
+    """
 
     def __init__(self, base: Checkpoint, new: Checkpoint) -> None:
         self.base = base
@@ -63,15 +64,15 @@ class CheckpointChange:
         }
         self.touched: Collection[str] = new.tensors.keys()
         self.file_names: Collection[str] = new.files.keys()
-        self._new = new
+        self.new = new
 
     def new_tensor(self, name: str) -> StoredTensor:
         """See :class:`Change`."""
-        return self._new.tensors[name]
+        return self.new.tensors[name]
 
     def read_file(self, name: str) -> memoryview:
         """See :class:`Change`."""
-        return map_file(self._new.files[name]).data
+        return map_file(self.new.files[name]).data
 
 
 class ForeignChange:
@@ -105,41 +106,51 @@ class ForeignChange:
 class DeltaChange:
     """What an opened delta of thinwire's makes of an opened checkpoint; see :class:`Change`.
 
-    Tensors are decoded in batches of neighbours in the layout, one batch at a time: ask for them in
-    that order.
+    The new tensors are decoded together, once, into an unnamed file through which they are mapped:
+    no model is held in memory, and it takes the disk space of what the delta touches.
+
+    Args:
+        base: The checkpoint.
+        delta: The delta; it stays open.
+        spool_dir: Where the unnamed file goes; made where it is missing.
+        workers: Threads.
 
     Raises:
         ApplyError, FormatError: The delta does not fit the base, or is unsound.
+        StoreError: The disk is full.
     """
 
-    def __init__(self, base: Checkpoint, delta: OpenDelta) -> None:
+    def __init__(
+        self, base: Checkpoint, delta: OpenDelta, spool_dir: Path, *, workers: int = 1
+    ) -> None:
         plan = plan_result(base, delta)
         self.base = base
         self.layout: Mapping[str, Sequence[str]] = {
             file.name: list(file.header.spans) for file in plan.weights
         }
-        self.touched: Collection[str] = {
-            name for name, entry in delta.tensors.items() if entry.kind in ("delta", "full")
+        touched = {
+            name: entry for name, entry in delta.tensors.items() if entry.kind in ("delta", "full")
         }
+        self.touched: Collection[str] = touched.keys()
         self.file_names: Collection[str] = [file.name for file in plan.files]
         self._delta = delta
         self._files = {file.name: file for file in plan.files}
-        self._bases = {name: tensor.data for name, tensor in base.tensors.items()}
-        self._batches: list[list[str]] = []
-        self._batch_of: dict[str, int] = {}
-        self._plan_batches()
-        self._loaded = -1
-        self._outs: dict[str, np.ndarray] = {}
+        self._new: dict[str, StoredTensor] = {}
+        size = sum(entry.byte_count for entry in touched.values())
+        mapped = _unnamed_map(spool_dir, size)
+        start = 0
+        for name, entry in touched.items():
+            data = mapped[start : start + entry.byte_count]
+            self._new[name] = StoredTensor(entry.dtype, tuple(entry.shape), data)
+            start += entry.byte_count
+        bases = {name: tensor.data for name, tensor in base.tensors.items()}
+        delta.apply(
+            bases, lambda entry: self._new[entry.name].data, only=self.touched, workers=workers
+        )
 
     def new_tensor(self, name: str) -> StoredTensor:
         """See :class:`Change`."""
-        if name not in self.touched:
-            return self.base.tensors[name]
-        number = self._batch_of[name]
-        if number != self._loaded:
-            self._load(number)
-        entry = self._delta.tensors[name]
-        return StoredTensor(entry.dtype, tuple(entry.shape), self._outs[name])
+        return self._new[name] if name in self._new else self.base.tensors[name]
 
     def read_file(self, name: str) -> memoryview:
         """See :class:`Change`."""
@@ -148,30 +159,16 @@ class DeltaChange:
             return base_file_view(self.base, file.attachment).data
         return memoryview(self._delta.attachment_data(file.attachment))
 
-    def _plan_batches(self) -> None:
-        batch_bytes = _BATCH_BYTES
-        for names in self.layout.values():
-            for name in names:
-                if name not in self.touched:
-                    continue
-                size = self._delta.tensors[name].byte_count
-                if batch_bytes + size > _BATCH_BYTES:
-                    self._batches.append([])
-                    batch_bytes = 0
-                batch_bytes += size
-                self._batches[-1].append(name)
-                self._batch_of[name] = len(self._batches) - 1
 
-    def _load(self, number: int) -> None:
-        # Let go of the last batch before memory is taken for this one.
-        self._outs, self._loaded = {}, -1
-        outs: dict[str, np.ndarray] = {}
-
-        def out_for(entry: TensorEntry) -> np.ndarray:
-            return outs.setdefault(entry.name, np.empty(entry.byte_count, np.uint8))
-
-        self._delta.apply(self._bases, out_for, only=set(self._batches[number]))
-        self._outs, self._loaded = outs, number
+def _unnamed_map(folder: Path, size_bytes: int) -> ByteArray:
+    """A writable view of a new file that has no name, and goes with the view."""
+    with os_errors("cannot write in", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not size_bytes:
+            return _NO_BYTES
+        with TemporaryFile(dir=folder) as file:
+            reserve(file.fileno(), size_bytes)
+            return np.frombuffer(mmap.mmap(file.fileno(), size_bytes), np.uint8)
 
 
 @contextmanager

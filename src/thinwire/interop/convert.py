@@ -12,29 +12,24 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from thinwire.checkpoint import Checkpoint, apply_checkpoint, apply_in_place
-from thinwire.checkpoint.disk import (
-    map_file,
-    os_errors,
-    put_in_place,
-    remove,
-    remove_quietly,
-    temporary_sibling,
-)
-from thinwire.checkpoint.folder import refuse_inside
-from thinwire.codec.container import Attachment
+from thinwire.checkpoint import Checkpoint
 from thinwire.codec.delta import Delta
-from thinwire.codec.digest import xxh3_64
-from thinwire.codec.write import write_delta
-from thinwire.errors import AlreadyExists, InvalidArgument, VersionGap
-from thinwire.follow import Stream
-from thinwire.interop.change import Change, DeltaChange, ForeignChange, spooled_pairs
+from thinwire.errors import InvalidArgument, VersionGap
+from thinwire.follow import Stream, open_stream
+from thinwire.interop.chain_state import ChainState, write_thinwire
+from thinwire.interop.change import (
+    Change,
+    CheckpointChange,
+    DeltaChange,
+    ForeignChange,
+)
 from thinwire.interop.destination import Destination, scratch_folder
 from thinwire.interop.foreign import ChainVersion
 from thinwire.interop.formats import Format, chain_of, format_named, format_of
-from thinwire.interop.mirror import Mirror, mirror_sink
+from thinwire.interop.mirror import Mirror
+from thinwire.interop.mirror_sink import mirror_sink
 from thinwire.publish import Publisher
 from thinwire.store import open_store
 
@@ -71,7 +66,9 @@ def convert_delta(
     version: int | None = None,
     base_version: int | None = None,
     options: Mapping[str, Any] | None = None,
+    work_dir: str | os.PathLike[str] | None = None,
     workers: int = 1,
+    single_writer: bool = False,
     overwrite: bool = False,
 ) -> Converted:
     """Write one delta in another format.
@@ -84,7 +81,10 @@ def convert_delta(
         version: Which version it makes; None: as its files say.
         base_version: Which version it was made from; None: as its files say, or the one before.
         options: What the format's writer is asked for.
+        work_dir: Where new tensors and files wait: room for two models. None: the system's folder
+            for temporary files.
         workers: Threads.
+        single_writer: The target has no put-if-absent, and nobody else writes to it.
         overwrite: Replace the file ``target``.
 
     Raises:
@@ -94,15 +94,15 @@ def convert_delta(
     """
     checkpoint = Checkpoint.open(base, ignore_subfolders=True)
     with ExitStack() as stack:
-        change, said, source_bytes = _open_change(Path(source), checkpoint, stack)
+        work = stack.enter_context(scratch_folder(work_dir))
+        change, said, source_bytes = _open_change(Path(source), checkpoint, work, workers, stack)
         if to == THINWIRE:
             if isinstance(change, DeltaChange):
                 raise InvalidArgument(f"{source} is a delta of thinwire's", hint="Copy it")
-            size = _write_thinwire(change, Path(target), workers, overwrite)
+            size = write_thinwire(change, Path(target), workers, overwrite)
             return Converted(*said, False, Path(target).name, source_bytes, size)
         number, before = _numbers(said, version, base_version)
-        work = stack.enter_context(scratch_folder(None))
-        destination = _destination(target, format_named(to), options, work)
+        destination = _destination(target, format_named(to), options, work, single_writer)
         written = destination.write_delta(
             change, version=number, base_version=before, source=str(number)
         )
@@ -118,6 +118,7 @@ def convert_chain(
     options: Mapping[str, Any] | None = None,
     work_dir: str | os.PathLike[str] | None = None,
     workers: int = 1,
+    single_writer: bool = False,
 ) -> Iterator[Converted]:
     """Write a whole chain in another format, version after version.
 
@@ -128,12 +129,13 @@ def convert_chain(
         base: The checkpoint that the first delta was made from, where the chain does not begin with
             full weights. It becomes the new chain's first version.
         options: What the format's writer is asked for.
-        work_dir: Where the states between are kept: room for one model, for "thinwire" for two.
-            None: the system's folder for temporary files.
+        work_dir: Where the states between are kept: room for three models, for "thinwire" for
+            four. None: the system's folder for temporary files.
         workers: Threads.
+        single_writer: The target has no put-if-absent, and nobody else writes to it.
 
     Raises:
-        InvalidArgument: No chain is there, or it needs a base.
+        InvalidArgument: No chain is there, it needs a base, or the stream has versions already.
         VersionGap: A version is missing.
         ThinwireError: As :func:`convert_delta`; the versions before were written.
     """
@@ -146,8 +148,10 @@ def convert_chain(
     format, versions = found
     with ExitStack() as stack:
         work = stack.enter_context(scratch_folder(work_dir))
-        state = _State(work / "state", workers)
-        writer = stack.enter_context(_chain_writer(target, to, options, work, workers))
+        state = ChainState(work / "state", workers)
+        writer = stack.enter_context(
+            _chain_writer(target, to, options, work, workers, single_writer)
+        )
         if base is not None:
             versions = [_version_of_base(Path(base), versions[0]), *versions]
         at: int | None = None
@@ -164,6 +168,7 @@ def convert_stream(
     options: Mapping[str, Any] | None = None,
     work_dir: str | os.PathLike[str] | None = None,
     workers: int = 1,
+    single_writer: bool = False,
     **follower_options: Any,
 ) -> Iterator[Converted]:
     """Write a stream of thinwire's in another format, from the oldest version that can be reached.
@@ -173,14 +178,17 @@ def convert_stream(
         target: The folder, or URL, of the new chain.
         to: The format to write.
         options: What the format's writer is asked for.
-        work_dir: Where a copy of the model is kept meanwhile; None: the system's folder for
-            temporary files.
+        work_dir: Where a copy of the model is kept meanwhile: room for three models. None: the
+            system's folder for temporary files.
         workers: Threads.
+        single_writer: The target has no put-if-absent, and nobody else writes to it.
         follower_options: As for :class:`thinwire.Follower`.
 
     Raises:
         ThinwireError: As a mirror has them; the versions before were written.
     """
+    # Whether there is one: a chain in a bucket is none.
+    stream.record()
     if to == THINWIRE:
         raise InvalidArgument(
             f"{stream.url} is a stream of thinwire's already",
@@ -190,7 +198,7 @@ def convert_stream(
         sink = mirror_sink(
             stream,
             work / "copy",
-            open_store(os.fspath(target)),
+            open_store(os.fspath(target), single_writer=single_writer),
             format_named(to),
             options=dict(options or {}),
             full_every=0,
@@ -209,46 +217,14 @@ def convert_stream(
                 )
 
 
-class _State:
-    """The version that a chain has come to, as a checkpoint on disk."""
-
-    def __init__(self, folder: Path, workers: int) -> None:
-        self.path: Path | None = None
-        self._folder = folder
-        self._workers = workers
-
-    def begin(self, path: Path) -> None:
-        """Go on from full weights, which are only read."""
-        remove(self._folder)
-        self.path = path
-
-    def checkpoint(self) -> Checkpoint:
-        """What the chain has come to, opened."""
-        assert self.path is not None
-        return Checkpoint.open(self.path, ignore_subfolders=True)
-
-    def advance(self, change: Change) -> None:
-        """Go on to what a change of this state makes."""
-        assert self.path is not None
-        delta = self._folder.with_name("step.tw")
-        try:
-            _write_thinwire(change, delta, self._workers, overwrite=True)
-            if self.path == self._folder:
-                apply_in_place(self.path, delta, workers=self._workers)
-            else:
-                apply_checkpoint(self.path, delta, self._folder, workers=self._workers)
-                self.path = self._folder
-        finally:
-            remove_quietly(delta)
-
-
 class _ChainWriter:
     """Writes the versions of a chain to a destination."""
 
     def __init__(self, destination: Destination) -> None:
         self._destination = destination
+        self.needs_deltas = not destination.format.writes_full
 
-    def write(self, row: ChainVersion, change: Change | None, state: _State) -> Converted:
+    def write(self, row: ChainVersion, change: Change | None, state: ChainState) -> Converted:
         """Write one version; ``state`` is at it where there is no change, else at its base."""
         format = self._destination.format
         number = row.version
@@ -276,10 +252,12 @@ class _ChainWriter:
 class _StreamWriter:
     """Publishes the versions of a chain to a stream."""
 
+    needs_deltas = False
+
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
 
-    def write(self, row: ChainVersion, change: Change | None, state: _State) -> Converted:
+    def write(self, row: ChainVersion, change: Change | None, state: ChainState) -> Converted:
         """As :meth:`_ChainWriter.write`; the chain's number becomes the step."""
         if change is not None:
             state.advance(change)
@@ -298,13 +276,20 @@ def _chain_writer(
     options: Mapping[str, Any] | None,
     work: Path,
     workers: int,
+    single_writer: bool,
 ) -> Iterator[_ChainWriter | _StreamWriter]:
     if to != THINWIRE:
-        yield _ChainWriter(_destination(target, format_named(to), options, work))
+        yield _ChainWriter(_destination(target, format_named(to), options, work, single_writer))
         return
     if options:
         raise InvalidArgument("a stream takes no options of a format", hint="Leave them out")
-    with Publisher(target, work / "publisher", maintain=False, workers=workers) as publisher:
+    stream = open_stream(target, single_writer=single_writer)
+    with Publisher(stream, work / "publisher", maintain=False, workers=workers) as publisher:
+        if publisher.head is not None:
+            raise InvalidArgument(
+                f"{stream.url} has versions already: a chain would begin anew after them",
+                hint="Give a new stream",
+            )
         yield _StreamWriter(publisher)
 
 
@@ -321,10 +306,15 @@ def _convert_version(
     format: Format,
     row: ChainVersion,
     at: int | None,
-    state: _State,
+    state: ChainState,
     writer: _ChainWriter | _StreamWriter,
 ) -> Converted:
     if row.is_full:
+        if state.path is not None and writer.needs_deltas:
+            # Where there are no full versions, the way from the last one is a delta as any other.
+            base = state.checkpoint()
+            new = Checkpoint.open(row.path, ignore_subfolders=True)
+            return writer.write(row._replace(base_version=at), CheckpointChange(base, new), state)
         state.begin(row.path)
         return writer.write(row, None, state)
     if state.path is None:
@@ -346,18 +336,19 @@ def _convert_version(
 
 
 def _open_change(
-    source: Path, base: Checkpoint, stack: ExitStack
+    source: Path, base: Checkpoint, work: Path, workers: int, stack: ExitStack
 ) -> tuple[Change, tuple[int | None, int | None], int]:
     """A delta against its base, the versions that its files name, and their bytes."""
     format = format_of(source)
     if format is None:
         delta = stack.enter_context(Delta.open(source))
-        return DeltaChange(base, delta), (None, None), delta.file_bytes
+        change = DeltaChange(base, delta, work, workers=workers)
+        return change, (None, None), delta.file_bytes
     foreign = stack.enter_context(format.open_delta(source))
-    change = ForeignChange(base, foreign)
+    foreign_change = ForeignChange(base, foreign)
     foreign.check_weights(base)
     facts = foreign.facts
-    return change, (facts.version, facts.base_version), facts.file_bytes
+    return foreign_change, (facts.version, facts.base_version), facts.file_bytes
 
 
 def _numbers(
@@ -373,10 +364,14 @@ def _numbers(
 
 
 def _destination(
-    target: str | os.PathLike[str], format: Format, options: Mapping[str, Any] | None, work: Path
+    target: str | os.PathLike[str],
+    format: Format,
+    options: Mapping[str, Any] | None,
+    work: Path,
+    single_writer: bool,
 ) -> Destination:
     return Destination(
-        open_store(os.fspath(target)),
+        open_store(os.fspath(target), single_writer=single_writer),
         format,
         _SOURCE,
         options=options,
@@ -384,51 +379,6 @@ def _destination(
         keep_full=0,
         work_dir=work / "out",
     )
-
-
-def _write_thinwire(change: Change, target: Path, workers: int, overwrite: bool) -> int:
-    """Write a change as a delta of thinwire's; returns its bytes."""
-    if os.path.lexists(target) and not overwrite:
-        raise AlreadyExists(
-            f"{target} exists", hint="Choose another path, or pass --overwrite", path=str(target)
-        )
-    refuse_inside(target.absolute(), change.base)
-    temporary = temporary_sibling(target)
-    try:
-        with (
-            spooled_pairs(change, target.absolute().parent) as pairs,
-            os_errors("cannot write", target),
-            temporary.open("xb") as file,
-        ):
-            summary = write_delta(
-                cast(BinaryIO, file),
-                pairs,
-                _attachments(change),
-                workers=workers,
-                spool_dir=target.absolute().parent,
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        put_in_place(temporary, target, overwrite=overwrite)
-    except BaseException:
-        remove_quietly(temporary)
-        raise
-    return summary.file_bytes
-
-
-def _attachments(change: Change) -> list[Attachment]:
-    """The base's headers, which stay, and the files that differ from the base's."""
-    rows = []
-    for name in change.layout:
-        data = change.base.weights[name].header_bytes
-        rows.append(Attachment(name, "header", None, len(data), xxh3_64(data)))
-    for name in sorted(change.file_names):
-        view = change.read_file(name)
-        old = change.base.files.get(name)
-        is_same = old is not None and map_file(old).data == view
-        carried = None if is_same else bytes(view)
-        rows.append(Attachment(name, "file", carried, len(view), xxh3_64(view)))
-    return rows
 
 
 def _size(path: Path) -> int:

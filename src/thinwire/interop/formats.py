@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ class Format:
         is_contiguous: Whether a reader only takes the delta from one version to the very next.
         names_anchor: Whether a delta says which full version is the newest before it.
         full_every: After so many deltas a mirror writes a full version; 0: it need not.
-        options: What a user may ask its writer of deltas for.
+        options: What a user may ask its writer of deltas for, and the values that it takes.
+        name_pattern: What a version's name looks like: its folder, or its file.
+        shared_keys: Objects that every version writes anew.
     """
 
     name: str
@@ -44,7 +46,9 @@ class Format:
     is_contiguous: bool = False
     names_anchor: bool = False
     full_every: int = 0
-    options: tuple[str, ...] = ()
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    name_pattern: str = r"(?!)"
+    shared_keys: tuple[str, ...] = ()
 
     def is_delta(self, path: Path) -> bool:
         """Whether a file or folder looks like one delta of this format."""
@@ -75,7 +79,7 @@ class Format:
         """
         if not self.writes_deltas:
             raise InvalidArgument(
-                f"the {self.name} format's deltas are only read here",
+                f"deltas of the {self.name} format are not written here",
                 hint=f"Write one of {', '.join(names(lambda other: other.writes_deltas))}",
             )
         written: list[OutFile] = self._function("write_delta")(
@@ -103,16 +107,22 @@ class Format:
         return written
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Refuse options that the format's writer does not have.
+        """Refuse what the format's writer cannot be asked for.
 
         Raises:
-            InvalidArgument: One is not known.
+            InvalidArgument: An option, or its value, is not known.
         """
-        for name in options:
-            if name not in self.options:
-                known = ", ".join(self.options) or "none"
+        for name, value in options.items():
+            known = self.options.get(name)
+            if known is None:
+                names = ", ".join(self.options) or "none"
                 raise InvalidArgument(
-                    f"the {self.name} format has no option {name!r}", hint=f"It has: {known}"
+                    f"the {self.name} format has no option {name!r}", hint=f"It has: {names}"
+                )
+            if value not in known:
+                raise InvalidArgument(
+                    f"the {self.name} format has no {name} {str(value)[:40]!r}",
+                    hint=f"It has: {', '.join(known)}",
                 )
 
     def _function(self, name: str) -> Callable[..., Any]:
@@ -130,14 +140,19 @@ FORMATS = {
             module=f"{_ROOM}.slime",
             is_contiguous=True,
             full_every=50,
-            options=("encoding", "checksum"),
+            options={
+                "encoding": ("xor", "overwrite"),
+                "checksum": ("xxh3-128", "blake3", "adler32"),
+            },
+            name_pattern=r"weight_v\d{6,18}",
         ),
         Format(
             name="fireworks",
             system="Fireworks' hot-load",
             module=f"{_ROOM}.fireworks.folder",
             full_every=25,
-            options=("compression_format",),
+            options={"compression_format": ("arc_v2", "arc_v1", "arc_v3")},
+            name_pattern=r"step-\d{8,18}|v\d{8,18}-[0-9a-f]{8}(-full-\d{1,9})?",
         ),
         Format(
             name="trl",
@@ -145,7 +160,8 @@ FORMATS = {
             module=f"{_ROOM}.trl",
             has_folders=False,
             full_every=10,
-            options=("layout", "encoding"),
+            options={"layout": ("v2", "v1"), "encoding": ("gap_delta", "raw")},
+            name_pattern=r"(deltas|anchors)/step_\d{6,18}\.safetensors",
         ),
         Format(
             name="skyrl",
@@ -153,7 +169,8 @@ FORMATS = {
             module=f"{_ROOM}.skyrl",
             writes_full=False,
             is_contiguous=True,
-            options=("checksum",),
+            options={"checksum": ("xxh3-128", "sha256")},
+            name_pattern=r"delta-\d{8,18}",
         ),
         Format(
             name="grail",
@@ -161,7 +178,8 @@ FORMATS = {
             module=f"{_ROOM}.grail",
             names_anchor=True,
             full_every=10,
-            options=("layout",),
+            options={"layout": ("v3.1", "v3", "v2")},
+            name_pattern=r"checkpoint-\d{1,18}",
         ),
         Format(
             name="nemo",
@@ -176,6 +194,8 @@ FORMATS = {
             module=f"{_ROOM}.hf",
             reads=False,
             writes_deltas=False,
+            name_pattern=r"version_\d{6,18}",
+            shared_keys=("latest",),
         ),
     )
 }
@@ -195,8 +215,9 @@ def format_named(name: str) -> Format:
     try:
         return FORMATS[name]
     except KeyError:
+        known = names(lambda row: row.writes_deltas or row.writes_full)
         raise InvalidArgument(
-            f"no format {name[:40]!r}", hint=f"Known are {', '.join(FORMATS)}"
+            f"no format {name[:40]!r}", hint=f"Known are thinwire, {', '.join(known)}"
         ) from None
 
 
@@ -211,6 +232,8 @@ def format_of(path: Path) -> Format | None:
 
 def chain_of(folder: Path) -> tuple[Format, list[ChainVersion]] | None:
     """Which format the chain in a folder has, and its versions; None: none of these."""
+    if not folder.is_dir():
+        return None
     for row in FORMATS.values():
         if row.name != "nemo" and (versions := row.list_versions(folder)):
             return row, versions

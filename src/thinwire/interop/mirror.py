@@ -9,177 +9,43 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from thinwire.checkpoint.disk import remove_quietly
-from thinwire.codec.delta_set import DeltaSet
 from thinwire.errors import (
+    Deadline,
     EngineError,
     HistoryPruned,
-    InvalidArgument,
+    LineageChanged,
     NotFound,
     StoreError,
-    TensorMismatch,
     ThinwireError,
-    Unsupported,
 )
-from thinwire.follow import CheckpointSink, Follower, Mark, Stream
-from thinwire.follow.sink import Installing
-from thinwire.interop.change import DeltaChange
-from thinwire.interop.destination import Destination, MirroredVersion
-from thinwire.interop.formats import Format
-from thinwire.store import Store
+from thinwire.follow import Follower, Stream
+from thinwire.interop.mirror_record import MirroredVersion
+from thinwire.interop.mirror_sink import MirrorSink, set_back
 from thinwire.stream.version import Version
 
-WORK_NAME = ".thinwire-mirror"
-
-
-class MirrorSink(CheckpointSink):
-    """A checkpoint folder whose versions are also written to a destination.
-
-    Args:
-        folder: As for :class:`thinwire.CheckpointSink`.
-        destination: Opens the destination, given a folder for what waits to be uploaded.
-        workers: Threads.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        destination: Callable[[Path], Destination],
-        *,
-        workers: int = 1,
-    ) -> None:
-        super().__init__(folder, workers=workers)
-        self._open = destination
-        self._destination: Destination | None = None
-        self._is_quiet = False
-
-    @property
-    def destination(self) -> Destination:
-        """Where the copy is.
-
-        Raises:
-            InvalidArgument, StoreError: It cannot be written to, or holds something else.
-        """
-        if self._destination is None:
-            self._destination = self._open(self.folder / WORK_NAME)
-        return self._destination
-
-    @contextmanager
-    def own(self) -> Iterator[None]:
-        """As a folder's, and without what an earlier run left in its scratch folder."""
-        with super().own():
-            remove_quietly(self.folder / WORK_NAME)
-            try:
-                yield
-            finally:
-                remove_quietly(self.folder / WORK_NAME)
-
-    def apply(
-        self, delta: DeltaSet, mark: Mark, on_bytes: Callable[[int], None] | None = None
-    ) -> None:
-        """As a folder's, after the version was written to the destination.
-
-        A version that the format has no delta for, or that is due as a full one, is written after
-        the folder has it.
-        """
-        held = self.mark()
-        if not self._is_quiet and held is not None and not self._is_there(mark):
-            self._write_delta(delta, held, mark)
-        super().apply(delta, mark, on_bytes)
-        if not self._is_quiet:
-            self.deliver()
-
-    @contextmanager
-    def installing(self, mark: Mark | Callable[[], Mark]) -> Iterator[Installing]:
-        """As a folder's; then the full version is written to the destination."""
-        with super().installing(mark) as installing:
-            yield installing
-        if not self._is_quiet:
-            self.deliver()
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Write nothing to the destination meanwhile: for a way of which only the end counts."""
-        self._is_quiet = True
-        try:
-            yield
-        finally:
-            self._is_quiet = False
-
-    def deliver(self) -> MirroredVersion | None:
-        """Write what the folder holds to the destination, unless it is there.
-
-        Returns:
-            The newest version at the destination; None: the folder holds none yet.
-
-        Raises:
-            InvalidArgument: The format has no full versions, and no delta leads here.
-            StoreError: The store failed; call it again.
-        """
-        mark = self.mark()
-        if mark is None:
-            return None
-        if not self._is_there(mark):
-            self._write_full(mark)
-        return self.destination.newest
-
-    def naming(self, mark: Mark) -> dict[str, Any]:
-        """What a version's writer is told of its name, where the format has free names."""
-        return {}
-
-    def _write_full(self, mark: Mark) -> None:
-        format = self.destination.format
-        if not format.writes_full and self.destination.newest is None:
-            self.destination.begin(version=mark.version, source=mark.manifest)
-            return
-        try:
-            self.destination.write_full(
-                self.checkpoint(), version=mark.version, source=mark.manifest, **self.naming(mark)
-            )
-        except (TensorMismatch, Unsupported) as error:
-            # Not an error of the stream's, around which there would be another way.
-            raise InvalidArgument(
-                f"the {format.name} format cannot carry version {mark.version}: {error.message}",
-                hint=error.hint or "Choose another format",
-                version=mark.version,
-            ) from error
-
-    def _write_delta(self, delta: DeltaSet, held: Mark, mark: Mark) -> None:
-        if not self.destination.takes_delta(held.version, mark.version):
-            return
-        change = DeltaChange(self.checkpoint(), delta)
-        try:
-            self.destination.write_delta(
-                change,
-                version=mark.version,
-                base_version=held.version,
-                source=mark.manifest,
-                **self.naming(mark),
-            )
-        except (TensorMismatch, Unsupported):
-            # Full weights carry it, if anything does: deliver() writes them.
-            if not self.destination.format.writes_full:
-                raise
-
-    def _is_there(self, mark: Mark) -> bool:
-        # Killed between the two commits, the destination is ahead of the folder by one.
-        return any(row.source == mark.manifest for row in self.destination.record.versions)
+# A stream that was set back shows no newer version: so look for our own now and then.
+_LOOKS_PER_DOUBT = 64
+_MAX_PAUSE_S = 300.0
+# What no waiting mends: the key, the rights, the names.
+_LASTING = (401, 403, 404)
 
 
 class Mirror:
     """Keeps a destination at the newest version of a stream, one version after the other.
 
     Use it as a context manager. Unlike a plain follower it leaves no version out where it can help
-    it: a chain of step deltas is what the formats know.
+    it, since a chain of step deltas is what the formats know; only where so many are missing that
+    full weights would be due anyway does it go to the newest at once.
 
     Args:
         stream: The stream.
         sink: The folder and the destination.
         follower_options: As for :class:`thinwire.Follower`.
+
+    Raises:
+        BaseUnusable: Another follower uses the folder.
     """
 
     def __init__(self, stream: Stream, sink: MirrorSink, **follower_options: Any) -> None:
@@ -187,6 +53,8 @@ class Mirror:
         self.sink = sink
         self._follower = Follower(stream, sink, **follower_options)
         self._is_stopped = threading.Event()
+        self._look_count = 0
+        sink.between = self._keep_alive
 
     def __enter__(self) -> Mirror:
         return self
@@ -203,65 +71,142 @@ class Mirror:
         """End :meth:`run` after the version that is being written. From any thread."""
         self._is_stopped.set()
         self._follower.stop()
+        self.sink.stop()
 
     def catch_up(self, *, from_oldest: bool = False) -> Iterator[tuple[Version, MirroredVersion]]:
         """Write every version up to the newest; yields each with what it became.
 
         Args:
             from_oldest: Begin with the oldest version that can still be reached, where nothing was
-                mirrored yet; else with the newest.
+                mirrored yet, and leave none out.
 
         Raises:
             NotFound: Nothing was published yet.
+            LineageChanged: The stream was replaced or set back, or began a new lineage that was not
+                to be followed.
             ThinwireError: As :meth:`thinwire.Follower.catch_up`, or the destination failed.
         """
-        held = self._follower.version()
-        if held is None:
-            with self.sink.quiet():
-                held = self._oldest() if from_oldest else self._follower.catch_up()
-        before = self.sink.destination.newest
-        written = self.sink.deliver()
-        if written is not None and written is not before:
-            yield held, written
+        held = self._begin(from_oldest)
+        yield from self._tell(held)
         while not self._is_stopped.is_set():
             following = self.stream.manifest(held.lineage, held.version + 1)
             if following is None:
                 return
             if following.kind == "end":
                 # Whether to go along is the follower's to decide.
-                with self.sink.quiet():
-                    after = self._follower.catch_up()
+                after = self._jump()
                 if after.manifest == held.manifest:
                     return
                 held = after
-                self.sink.deliver()
+            elif not from_oldest and self._is_far_behind(held):
+                held = self._jump()
             else:
-                held = self._follower.bring_to(following)
-            written = self.sink.destination.newest
-            assert written is not None
-            yield held, written
+                try:
+                    held = self._follower.bring_to(following)
+                    self._keep_alive()
+                except (HistoryPruned, NotFound):
+                    # Behind what the stream keeps: there is a way to the newest, if to anything.
+                    held = self._jump()
+            self.sink.deliver()
+            yield from self._tell(held)
 
     def run(
         self, *, poll_s: float = 1.0, on_failure: Callable[[ThinwireError], None] | None = None
     ) -> Iterator[tuple[Version, MirroredVersion]]:
         """Yield each version that was written, until :meth:`stop`.
 
-        Failures that may pass are told to ``on_failure`` and tried again; all others are raised.
+        Failures that may pass, of stores and of a deployment, are told to ``on_failure`` and tried
+        again after growing pauses; all others are raised.
 
         Args:
             poll_s: The time between two looks, in seconds.
             on_failure: Told of every failure that may pass.
         """
+        pause_s = poll_s
         while not self._is_stopped.is_set():
             try:
-                yield from self.catch_up()
-            except (StoreError, EngineError) as error:
+                for told in self.catch_up():
+                    yield told
+                    pause_s = poll_s
+                pause_s = poll_s
+            except (StoreError, EngineError, Deadline) as error:
+                if self._is_stopped.is_set():
+                    return
                 is_early = isinstance(error, NotFound) and self._follower.version() is None
-                if not (error.retryable or is_early):
+                if not (error.retryable or is_early or _may_pass(error)):
                     raise
                 if on_failure is not None:
                     on_failure(error)
-            self._is_stopped.wait(poll_s)
+                if not is_early:
+                    pause_s = min(2 * pause_s, max(poll_s, _MAX_PAUSE_S))
+            self._is_stopped.wait(pause_s)
+
+    def _begin(self, from_oldest: bool) -> Version:
+        """Bring the folder to where the destination is, without writing; then write what it holds.
+
+        Raises:
+            LineageChanged: The stream is not the one that was mirrored, or behind it.
+        """
+        held = self._follower.version()
+        if held is not None and self._look_count % _LOOKS_PER_DOUBT == 0:
+            self._check_known()
+        self._look_count += 1
+        newest = self.sink.destination.newest
+        if held is None:
+            with self.sink.quiet():
+                is_first = newest is None and from_oldest
+                held = self._oldest() if is_first else self._follower.catch_up()
+        elif newest is not None and held.version < newest.version:
+            held = self._come_to(held, newest.version)
+        if newest is not None and held.version < newest.version:
+            raise set_back(self.sink.destination.store.url, newest.version)
+        self.sink.deliver()
+        if self._look_count == 1:
+            self.sink.destination.prune()
+        return held
+
+    def _check_known(self) -> None:
+        try:
+            self._follower.check_known()
+        except LineageChanged as error:
+            raise LineageChanged(
+                error.message,
+                hint="Was it meant? Then mirror it into another work folder and destination",
+                **error.context,
+            ) from error
+
+    def _come_to(self, held: Version, version: int) -> Version:
+        """Bring the folder to the version that the destination is at, or beyond it."""
+        manifest = self.stream.manifest(held.lineage, version)
+        if manifest is None or manifest.kind == "end":
+            return self._jump()
+        with self.sink.quiet():
+            return self._follower.bring_to(manifest)
+
+    def _jump(self) -> Version:
+        with self.sink.quiet():
+            return self._follower.catch_up()
+
+    def _is_far_behind(self, held: Version) -> bool:
+        if not self.sink.destination.is_full_due(2):
+            far = self.stream.manifest(held.lineage, held.version + 2)
+            if far is None:
+                return False
+        head = self.stream.tip().head
+        behind = 0 if head is None else head.version - held.version
+        return self.sink.destination.is_full_due(behind)
+
+    def _tell(self, held: Version) -> Iterator[tuple[Version, MirroredVersion]]:
+        """Yield the newest version, unless the caller was told of it and came back from that."""
+        destination = self.sink.destination
+        newest = destination.newest
+        if newest is not None and destination.record.told != (newest.name or "begun"):
+            yield held, newest
+            destination.note_told(newest.name or "begun")
+
+    def _keep_alive(self) -> None:
+        """Tell the stream that its versions from here on are still needed."""
+        self._follower.renew_lease()
 
     def _oldest(self) -> Version:
         """Bring the folder to the oldest version that can still be reached."""
@@ -279,46 +224,6 @@ class Mirror:
         )
 
 
-def mirror_sink(
-    stream: Stream,
-    folder: Path,
-    store: Store,
-    format: Format,
-    *,
-    options: dict[str, Any] | None = None,
-    full_every: int | None = None,
-    keep_full: int = 2,
-    workers: int = 1,
-) -> MirrorSink:
-    """What a :class:`Mirror` writes into.
-
-    Args:
-        stream: The stream that it will follow.
-        folder: The mirror's own copy of the model.
-        store: The destination.
-        format: In which format.
-        options: What the format's writer is asked for.
-        full_every: After so many deltas a full version; None: as the format has it.
-        keep_full: Full versions to keep, with the deltas after the oldest of them; 0: all.
-        workers: Threads.
-
-    Raises:
-        InvalidArgument: The format cannot be written.
-    """
-    if not (format.writes_deltas or format.writes_full):
-        raise InvalidArgument(
-            f"the {format.name} format is only read here", hint="Choose another format"
-        )
-
-    def open_destination(work_dir: Path) -> Destination:
-        return Destination(
-            store,
-            format,
-            stream.record().stream,
-            options=options,
-            full_every=full_every,
-            keep_full=keep_full,
-            work_dir=work_dir,
-        )
-
-    return MirrorSink(folder, open_destination, workers=workers)
+def _may_pass(error: ThinwireError) -> bool:
+    """Whether a deployment may take the same version later."""
+    return isinstance(error, EngineError) and error.context.get("status") not in _LASTING

@@ -72,6 +72,7 @@ class Fault:
 
     Attributes:
         method: Only a call with this method gets it; "": the next one.
+        path: Only a call whose path ends so gets it.
         status: The answer's status.
         body: Its body.
         kind: Its content type.
@@ -81,6 +82,7 @@ class Fault:
     """
 
     method: str = ""
+    path: str = ""
     status: int = 500
     body: bytes = b'{"error": "made to fail"}'
     kind: str = "application/json"
@@ -145,7 +147,7 @@ class HotLoadServer:
     def _guarded(self, endpoint: _Endpoint) -> _Endpoint:
         async def guarded(request: Request) -> Response:
             self.calls.append(Call(request.method, request.url.path, await _shown_body(request)))
-            fault = self._next_fault(request.method)
+            fault = self._next_fault(request)
             if fault is None:
                 return await self._answer(endpoint, request)
             await asyncio.sleep(fault.delay_s)
@@ -155,9 +157,10 @@ class HotLoadServer:
 
         return guarded
 
-    def _next_fault(self, method: str) -> Fault | None:
+    def _next_fault(self, request: Request) -> Fault | None:
         for place, fault in enumerate(self.faults):
-            if fault.method in {"", method}:
+            is_meant = fault.method in {"", request.method}
+            if is_meant and request.url.path.endswith(fault.path):
                 return self.faults.pop(place)
         return None
 

@@ -83,6 +83,11 @@ class Signalled(NamedTuple):
 class HotLoad:
     """One deployment's hot-load API.
 
+    Attributes:
+        model: The model's full name.
+        deployment: The deployment's full name.
+        clock: What waiting is measured with.
+
     Args:
         account: The account's id.
         model: The model's id, or its full name (``accounts/A/models/M``) if another account's.
@@ -114,6 +119,7 @@ class HotLoad:
     ) -> None:
         self.model = _resource_name(account, "models", model)
         self.deployment = _resource_name(account, "deployments", deployment)
+        self.clock = clock or Clock()
         self._poll_s = poll_s
         self._hint_file_field = hint_file_field
         self._calls = HotLoadCalls(
@@ -123,7 +129,7 @@ class HotLoad:
             headers={"fireworks-model": self.model, "fireworks-deployment": self.deployment},
             hints=_HINTS,
             call_timeout_s=call_timeout_s,
-            clock=clock or Clock(),
+            clock=self.clock,
         )
 
     def __repr__(self) -> str:

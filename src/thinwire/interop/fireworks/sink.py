@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 from thinwire.codec.delta_set import DeltaSet
 from thinwire.errors import Deadline, InvalidArgument, ThinwireError
 from thinwire.follow import Mark
-from thinwire.interop.destination import Destination, MirroredVersion
+from thinwire.interop.destination import Destination
 from thinwire.interop.fireworks.hot_load import HotLoad, PromptCache
 from thinwire.interop.formats import format_named
-from thinwire.interop.mirror import MirrorSink
-from thinwire.interop.snapshot_plan import FULL_EVERY, check_identity
+from thinwire.interop.mirror_record import MirroredVersion
+from thinwire.interop.mirror_sink import MirrorSink
+from thinwire.interop.snapshot_plan import FULL_EVERY
 from thinwire.store import Store, open_store
 
 _RETRY_MARK = "-full-"
+# A wait is cut into pieces, so that a stop is heard.
+_WAIT_PIECE_S = 5.0
 
 
 class FireworksSink(MirrorSink):
@@ -26,9 +30,12 @@ class FireworksSink(MirrorSink):
 
     Each version becomes a snapshot: first a full one, then incremental ones, a full one every
     ``full_every``, and after each failure. With a ``hot_load`` client it is announced once it is in
-    the bucket whole, and a follower's step ends when the replicas serve it. Where they do not, the
-    step raises ``EngineError`` or ``Deadline``: folder and bucket have the version then, and
-    :meth:`deliver` tries again.
+    the bucket whole, and a step ends when the replicas serve it. Where they do not, it raises
+    ``EngineError`` or ``Deadline``: folder and bucket have the version then, and :meth:`deliver`,
+    which a :class:`thinwire.interop.mirror.Mirror` calls, tries again.
+
+    An identity is announced once, also across restarts: what was announced is in the bucket's
+    record. Nothing that the served snapshot needs is deleted.
 
     Args:
         folder: The sink's own copy of the model.
@@ -38,8 +45,9 @@ class FireworksSink(MirrorSink):
         compression_format: "arc_v1", "arc_v2" or "arc_v3".
         reset_prompt_cache: What becomes of cached prompts; None: as the deployment does it.
         may_drop_reset: As for :meth:`HotLoad.signal`.
-        full_every: Every this many snapshots one is full.
-        keep_full: Full snapshots to keep, with the incremental ones after the oldest of them.
+        full_every: Every this many snapshots one is full; 1: all. 0: only where it must be.
+        keep_full: Full snapshots to keep, with the incremental ones after the oldest of them; 0:
+            all.
         wait_s: How long the replicas may take for one snapshot.
         replica_count: How many must serve it; None: all.
         workers: Threads.
@@ -64,20 +72,27 @@ class FireworksSink(MirrorSink):
         replica_count: int | None = None,
         workers: int = 1,
     ) -> None:
-        if full_every < 1:
-            raise InvalidArgument(f"full_every is {full_every}", hint="Give at least 1")
+        if full_every < 0 or keep_full < 0:
+            raise InvalidArgument(
+                f"full_every is {full_every} and keep_full {keep_full}", hint="Give at least 0"
+            )
+        options = {"compression_format": compression_format}
+        format = format_named("fireworks")
+        format.check_options(options)
         store = open_store(bucket) if isinstance(bucket, str) else bucket
 
-        def open_destination(work_dir: Path) -> Destination:
+        def open_destination(work_dir: Path, between: Callable[[], None]) -> Destination:
             return Destination(
                 store,
-                format_named("fireworks"),
+                format,
                 stream,
-                options={"compression_format": compression_format},
+                options=options,
                 # So many deltas lie between two full ones.
-                full_every=full_every - 1,
+                full_every=max(0, full_every - 1),
                 keep_full=keep_full,
+                keeps_served=hot_load is not None,
                 work_dir=work_dir,
+                between=between,
             )
 
         super().__init__(Path(folder), open_destination, workers=workers)
@@ -91,27 +106,21 @@ class FireworksSink(MirrorSink):
         self._served: str | None = None  # the identity that the replicas were seen to serve
         self._pending: str | None = None  # one that was announced, and not yet seen to be served
         self._must_be_full = False
-        # Full snapshots that were there already may have been announced by an earlier process.
-        self._announced: set[str] = set()
-
-    @property
-    def destination(self) -> Destination:
-        """Where the snapshots are; errors as a mirror's."""
-        is_new = self._destination is None
-        found = super().destination
-        if is_new:
-            self._announced.update(row.name for row in found.record.versions)
-        return found
+        self._is_stopped = threading.Event()
 
     def naming(self, mark: Mark) -> dict[str, Any]:
         """A snapshot's identity: never used before, and the same after a crash."""
         identity = f"v{mark.version:08d}-{mark.manifest[:8]}"
         newest = self.destination.newest
-        if newest is not None and newest.version == mark.version and self._must_be_full:
+        if newest is not None and newest.version == mark.version:
+            # The version is there already: another attempt, with full weights.
             _, _, count = newest.name.partition(_RETRY_MARK)
             identity += f"{_RETRY_MARK}{int(count or 0) + 1}"
-        check_identity(identity)
         return {"identity": identity}
+
+    def stop(self) -> None:
+        """End a wait for replicas. From any thread."""
+        self._is_stopped.set()
 
     def deliver(self) -> MirroredVersion | None:
         """Have the replicas serve the newest snapshot, and wait for it.
@@ -131,18 +140,12 @@ class FireworksSink(MirrorSink):
             self._wait(self._hot_load, self._pending)
         if self._served is None:
             self._served = self._ask_served(self._hot_load, newest.name)
-        if self._must_be_full:
-            mark = self.mark()
-            assert mark is not None
-            self._write_full(mark)
-            newest = self.destination.newest
-            assert newest is not None
-        elif newest.name == self._served:
+        if newest.name == self._served:
             return newest
-        way = self._way(newest)
+        way = None if self._must_be_full and newest.base is not None else self._way(newest)
         if way is None:
-            self._must_be_full = True
-            return self.deliver()
+            newest = self._write_again(newest)
+            way = [(newest, None)]
         for snapshot, base in way:
             self._load(self._hot_load, snapshot, base)
         return newest
@@ -151,18 +154,33 @@ class FireworksSink(MirrorSink):
         if not self._must_be_full and not self._every_is_full:
             super()._write_delta(delta, held, mark)
 
-    def _way(self, newest: MirroredVersion) -> list[tuple[MirroredVersion, str | None]] | None:
-        """The snapshots to load, each with its base; None: none leads there.
+    def _write_again(self, newest: MirroredVersion) -> MirroredVersion:
+        """The newest version once more, in full and under a new identity."""
+        mark = self.mark()
+        assert mark is not None
+        if mark.version != newest.version:
+            raise InvalidArgument(
+                f"{self.folder} is at version {mark.version}, the bucket at {newest.version}",
+                hint="Let the folder catch up first: run it as a Mirror",
+            )
+        self._write_full(mark)
+        written = self.destination.newest
+        assert written is not None
+        if newest.base is None and newest.name != self._served:
+            # An attempt in full that failed: nobody serves it, and one of them is enough.
+            self.destination.drop(newest.name)
+        return written
 
-        An identity is announced once: a full snapshot that was announced, or may have been before
-        this process began, is not announced again.
-        """
-        rows = self.destination.record.versions
+    def _way(self, newest: MirroredVersion) -> list[tuple[MirroredVersion, str | None]] | None:
+        """The snapshots to load, each with its base; None: none leads there."""
+        rows, announced = self.destination.record.versions, self.destination.record.announced
         way: list[tuple[MirroredVersion, str | None]] = []
         for number in range(rows.index(newest), -1, -1):
             row = rows[number]
+            if row.name in announced:
+                return None
             if row.base is None:
-                return None if row.name in self._announced else [(row, None), *way]
+                return [(row, None), *way]
             if number == 0 or row.base != rows[number - 1].version:
                 return None
             base = rows[number - 1].name
@@ -175,8 +193,9 @@ class FireworksSink(MirrorSink):
         # Only a help: signal() says what is wrong, if anything is.
         with suppress(ThinwireError):
             for key in snapshot.keys:
-                hot_load.hint(snapshot.name, key.rpartition("/")[2])
-        self._announced.add(snapshot.name)
+                if not hot_load.hint(snapshot.name, key.rpartition("/")[2]):
+                    break
+        self.destination.note_announced(snapshot.name)
         with self._noting_failure():
             hot_load.signal(
                 snapshot.name,
@@ -189,10 +208,23 @@ class FireworksSink(MirrorSink):
         self._wait(hot_load, snapshot.name)
 
     def _wait(self, hot_load: HotLoad, identity: str) -> None:
+        end_s = hot_load.clock.now_s() + self._wait_s
         with self._noting_failure():
-            hot_load.wait(identity, self._wait_s, replica_count=self._replica_count)
-        self._served, self._pending = identity, None
-        self._must_be_full = False
+            while True:
+                left_s = end_s - hot_load.clock.now_s()
+                try:
+                    hot_load.wait(
+                        identity,
+                        max(0.0, min(left_s, _WAIT_PIECE_S)),
+                        replica_count=self._replica_count,
+                    )
+                    break
+                except Deadline:
+                    if left_s <= _WAIT_PIECE_S or self._is_stopped.is_set():
+                        raise
+                self.between()
+        self._served, self._pending, self._must_be_full = identity, None, False
+        self.destination.note_served(identity)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -208,15 +240,19 @@ class FireworksSink(MirrorSink):
             raise
 
     def _ask_served(self, hot_load: HotLoad, newest: str) -> str:
-        """What every replica serves; empty: not one thing. The newest, if they load it, is awaited.
+        """What every replica serves and nothing else; empty: not one thing.
+
+        The newest, if they load it, is awaited. Where one failed to load something of ours, only
+        full weights are sure.
 
         Raises:
             ThinwireError: As :meth:`deliver`.
         """
         replicas = hot_load.status()
-        if replicas and all(
-            one.mentions(newest) and not one.has_failed(newest) for one in replicas
-        ):
+        if any(one.target is not None and one.has_failed(one.target) for one in replicas):
+            self._must_be_full = True
+            return ""
+        if replicas and all(one.mentions(newest) for one in replicas):
             self._pending = newest
             self._wait(hot_load, newest)
             return newest
