@@ -208,3 +208,12 @@ def test_mirror_in_each_format(two_versions: Lab, run: Run, format: str) -> None
     assert (first["version"], first["mirrored_base"]) == (2, None)
     assert (second["version"], second["mirrored_base"]) == (3, None if format == "hf" else 2)
     assert run(*arguments).stdout == ""
+
+
+def test_folders_that_are_something_else(stream: Lab, run: Run) -> None:
+    for path, said in ((stream.store, "is a stream"), (stream.checkpoints[0], "a checkpoint")):
+        done = run("inspect", path)
+        assert done.exit_code == 2
+        assert said in done.stderr
+    done = run("convert", stream.checkpoints[0], stream.root / "out", "--to", "slime")
+    assert (done.exit_code, "a checkpoint" in done.stderr) == (2, True)

@@ -315,3 +315,14 @@ def test_full_versions_in_a_format_without(versions: list[Path], tmp_path: Path)
     assert [(row.version, row.base_version) for row in done] == [(1, None), (2, 1), (3, 2), (4, 3)]
     states = replayed(tmp_path / "skyrl", versions[0], tmp_path / "work")
     assert states == {n: read_tensors(versions[n - 1]) for n in (2, 3, 4)}
+
+
+def test_two_chains_do_not_mix(versions: list[Path], tmp_path: Path) -> None:
+    publish(tmp_path / "stream", tmp_path / "state", versions[:2])
+    list(convert_stream(open_stream(tmp_path / "stream"), tmp_path / "chain", "slime"))
+    list(convert_chain(tmp_path / "chain", tmp_path / "out", "trl"))
+    with pytest.raises(InvalidArgument, match="two chains"):
+        list(convert_chain(tmp_path / "chain", tmp_path / "out", "trl"))
+    diff_checkpoint(versions[2], versions[3], tmp_path / "far.tw")
+    with pytest.raises(VersionGap, match="is at version 2, and this delta was made from 3"):
+        convert_delta(tmp_path / "far.tw", tmp_path / "out", "trl", base=versions[2], version=4)

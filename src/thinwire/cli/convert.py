@@ -121,6 +121,7 @@ def _convert(
     trust: list[str] | None,
     options: dict[str, Any],
 ) -> Iterator[Converted]:
+    from thinwire.cli.inspect_foreign import refuse_unknown_folder
     from thinwire.follow import open_stream
     from thinwire.interop.convert import THINWIRE, convert_chain, convert_delta, convert_stream
     from thinwire.interop.formats import chain_of, format_of
@@ -144,6 +145,8 @@ def _convert(
             )
         yield from convert_chain(source, target, to, base=base, **options)
         return
+    if format_of(path) is None:
+        refuse_unknown_folder(path)
     if base is None:
         raise InvalidArgument(
             "a single delta can be read only beside the checkpoint that it was made from",

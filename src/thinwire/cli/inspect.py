@@ -69,12 +69,13 @@ def inspect(
 
 def _show_foreign(path: Path, base: Path | None, top: int | None, as_json: bool) -> bool:
     """Show another system's delta or chain; False: it is none."""
-    from thinwire.cli.inspect_foreign import show_chain, show_delta
+    from thinwire.cli.inspect_foreign import refuse_unknown_folder, show_chain, show_delta
     from thinwire.interop.formats import chain_of, format_of
 
     format = format_of(path)
     chain = chain_of(path) if format is None and path.is_dir() else None
     if format is None and chain is None:
+        refuse_unknown_folder(path)
         return False
     if base is not None:
         raise InvalidArgument(

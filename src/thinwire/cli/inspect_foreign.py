@@ -8,8 +8,28 @@ from typing import Any
 
 from thinwire.cli.output import NONE, percent, print_json, print_table, printable
 from thinwire.codec.dtypes import byte_count
+from thinwire.errors import InvalidArgument
 from thinwire.interop.foreign import ChainVersion, ForeignDelta, ForeignTensor
 from thinwire.interop.formats import Format
+from thinwire.stream import keys
+
+
+def refuse_unknown_folder(path: Path) -> None:
+    """Say what a folder is, or may be, that is neither a delta nor a chain of a known format.
+
+    Raises:
+        InvalidArgument: It is a folder.
+    """
+    if not path.is_dir():
+        return
+    known = "Give one delta, or the folder that holds a chain's versions"
+    if (path / keys.STREAM).is_file():
+        known = "It is a stream: see `thinwire log`; `thinwire convert` and `mirror` read it whole"
+    elif any(path.glob("*.safetensors")):
+        known = "It looks like a checkpoint, or a version that is not whole: a delta is needed"
+    raise InvalidArgument(
+        f"{path} holds no delta and no chain of a known format", hint=known, path=str(path)
+    )
 
 
 def show_delta(path: Path, delta: ForeignDelta, top: int | None, as_json: bool) -> None:

@@ -103,6 +103,14 @@ def convert_delta(
             return Converted(*said, False, Path(target).name, source_bytes, size)
         number, before = _numbers(said, version, base_version)
         destination = _destination(target, format_named(to), options, work, single_writer)
+        newest = destination.newest
+        if newest is not None and newest.version != before and newest.version < number:
+            raise VersionGap(
+                f"{destination.store.url} is at version {newest.version}, and this delta was made"
+                f" from {before}",
+                hint="Convert the versions between first, or give another destination",
+                version=number,
+            )
         written = destination.write_delta(
             change, version=number, base_version=before, source=str(number)
         )
@@ -265,7 +273,7 @@ class _StreamWriter:
         held = self._publisher.publish(state.path, step=row.version)
         is_full = held.kind != "delta"
         before = None if is_full else row.base_version
-        name = f"version {held.version}"
+        name = f"version {held.version} of the stream"
         return Converted(row.version, before, is_full, name, _size(row.path), held.payload_bytes)
 
 
@@ -279,7 +287,13 @@ def _chain_writer(
     single_writer: bool,
 ) -> Iterator[_ChainWriter | _StreamWriter]:
     if to != THINWIRE:
-        yield _ChainWriter(_destination(target, format_named(to), options, work, single_writer))
+        destination = _destination(target, format_named(to), options, work, single_writer)
+        if destination.newest is not None:
+            raise InvalidArgument(
+                f"{destination.store.url} has versions already: they would be of two chains",
+                hint="Give a new destination",
+            )
+        yield _ChainWriter(destination)
         return
     if options:
         raise InvalidArgument("a stream takes no options of a format", hint="Leave them out")
