@@ -4,8 +4,10 @@
 
 Targets: `native` (the kernels under AddressSanitizer and UBSan, built into build/fuzz), and in
 Python, under atheris where it is installed, `container`, `safetensors`, `weight_index`, `redo_log`,
-`manifest`, `places` and `index_map`. They run one after another and share the time. Inputs that
-fail are kept in .fuzz/; make them small and put them into fuzz/corpus/, which the tests replay.
+`manifest`, `places` and `index_map`; likewise other systems' deltas: `arc_v1`, `arc_v2`, `arc_v3`,
+`slime`, `skyrl`, `trl`, `grail`, `nemo` and `pickles`. They run one after another and share the
+time. Inputs that fail are kept in .fuzz/; make them small and put them into fuzz/corpus/, which the
+tests replay.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "fuzz"
 KEEP = ROOT / ".fuzz"
 # Parts of the time: the kernels write memory, the container is the way in.
-SHARES = {"native": 4, "container": 3, "safetensors": 1, "weight_index": 1, "redo_log": 1}
-SHARES |= {"manifest": 1, "places": 1, "index_map": 1}
+SHARES = {"native": 8, "container": 6, "safetensors": 2, "weight_index": 2, "redo_log": 2}
+SHARES |= {"manifest": 2, "places": 2, "index_map": 2}
+# Other systems' deltas; arc_v3 has the most in it.
+SHARES |= {"arc_v1": 1, "arc_v2": 1, "arc_v3": 2, "slime": 1, "skyrl": 1, "trl": 1, "grail": 1}
+SHARES |= {"nemo": 1, "pickles": 1}
 
 # Some memory of every run stays with atheris; a new process gives it back.
 SLICE_SECONDS = 120
