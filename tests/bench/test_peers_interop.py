@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from thinwire.bench import Checkpoint, Tensor, as_tensor, make_peer
-from thinwire.bench.framing import pack
+from thinwire.bench.framing import pack, unpack
 from thinwire.bench.peers.zstd_one import load_zstd
 from thinwire.checkpoint import Checkpoint as OpenedCheckpoint
-from thinwire.checkpoint.safetensors_file import StoredTensor
-from thinwire.interop import grail, trl
+from thinwire.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
+from thinwire.interop import grail, slime, trl
 from thinwire.interop.change import CheckpointChange
 from thinwire.interop.grail_layout import LENGTH_BYTES, array_at, join_positions, parse_header
 from thinwire.interop.sparse import NewWords, words_of
@@ -75,6 +75,19 @@ def test_trl_rows_are_deltas_of_trl(
     )
     written = file.path.read_bytes()
     assert len(written) - peer.framing_bytes(written) == len(payload) - peer.framing_bytes(payload)
+
+
+def test_the_xor_row_is_slimes_payload(tmp_path: Path, bf16_pair: Pair) -> None:
+    base, new = bf16_pair
+    row = make_peer("xor_zstd1")
+    (tmp_path / "out").mkdir()
+    change = change_between(tmp_path, bf16_pair)
+    files = slime.write_delta(change, tmp_path / "out", version=1, base_version=0)
+    written = SafetensorsFile.open(files[0].path)
+    payloads, _ = unpack(row.encode(base, new))
+    assert {name: one.words.tobytes() for name, one in payloads.items()} == {
+        name: one.data.tobytes() for name, one in written.tensors.items()
+    }
 
 
 def test_the_pulse_row_is_a_delta_of_grail(tmp_path: Path, bf16_pair: Pair) -> None:

@@ -108,8 +108,31 @@ def test_a_large_window_is_refused(tmp_path: Path) -> None:
     packer = by_hand.zstd.ZstdCompressor(options=options)
     packed = packer.compress(sound("v2")) + packer.flush()
     delta = by_hand.grail_folder(tmp_path, packed, layout="v2", window=5, before=4)
-    with pytest.raises(Corrupt, match="no valid zstd frame"):
+    with pytest.raises(LimitExceeded, match="a window of 134217728 bytes"):
         grail.open_delta(delta)
+
+
+def test_a_small_file_cannot_ask_for_a_long_header(tmp_path: Path) -> None:
+    """What a header becomes takes many times its bytes of memory, and it is parsed first."""
+    text = b'{"version":31,"tensors":[' + b"[]," * (20 << 20) + b"0]}"
+    file = len(text).to_bytes(4, "little") + text
+    folder = folder_of(tmp_path, file)
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitExceeded, match="bytes of header"):
+            grail.open_delta(folder)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20
+
+
+def test_a_header_of_many_tensors_is_read(tmp_path: Path) -> None:
+    """However well it packs: here all tensors but their names are alike."""
+    old: dict[str, Tensor] = {f"layers.{n}.w": ("BF16", [4], bytes(8)) for n in range(9000)}
+    new: dict[str, Tensor] = {name: ("BF16", [4], b"\1" + bytes(7)) for name in old}
+    with grail.open_delta(by_hand.write_grail(tmp_path, old, new, "v3.1", 5, 4)) as delta:
+        assert len(delta.tensors) == 9000
 
 
 @settings(max_examples=200, deadline=None)

@@ -46,7 +46,7 @@ GOLDEN = Path(__file__).parent / "vectors"
 MANIFEST = "manifest.json"
 
 
-@pytest.mark.claim("skyrl", "read", "golden files of a writer without thinwire, both releases")
+@pytest.mark.claim("skyrl", "read", "golden files of a writer without thinwire")
 @pytest.mark.parametrize("kind", ["now", "first-release"])
 def test_golden_files(kind: str, tmp_path: Path) -> None:
     full = [Checkpoint.open(GOLDEN / f"full_{number}") for number in range(3)]
@@ -67,6 +67,24 @@ def test_golden_files(kind: str, tmp_path: Path) -> None:
         if kind == "now":
             mine, theirs = (payloads_of(path) for path in (folder, row.path))
             assert mine == theirs
+
+
+@pytest.mark.claim("skyrl", "read", "a chain by SkyRL 0.4.0's own publisher")
+def test_deltas_by_skyrls_own_publisher(tmp_path: Path) -> None:
+    """Release 0.4.0's, run once between the same checkpoints; it takes no tensors without axes."""
+    full = [Checkpoint.open(GOLDEN / f"full_{number}") for number in range(3)]
+    versions = skyrl.list_versions(GOLDEN / "skyrl-0.4.0")
+    assert [row[:2] for row in versions] == [(1, 0), (2, 1)]
+    for row in versions:
+        base, new = full[row.version - 1], full[row.version]
+        with skyrl.open_delta(row.path) as delta:
+            for name, old in base.tensors.items():
+                made = delta.new_tensor(name, old) if name in delta.tensors else old
+                if old.shape:
+                    assert made.data.tobytes() == new.tensors[name].data.tobytes()
+        folder = written(skyrl, tmp_path, CheckpointChange(base, new), version=row.version)
+        mine, theirs = (payloads_of(path) for path in (folder, row.path))
+        assert theirs == {name: one for name, one in mine.items() if base.tensors[name].shape}
 
 
 def payloads_of(folder: Path) -> dict[str, tuple[dict[str, object], bytes]]:
@@ -171,7 +189,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_dtypes_are_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
-    for name, torch_name in skyrl_manifest.TORCH_NAMES.items():
+    for name, torch_name in skyrl_manifest.DTYPE_NAMES.items():
         dtype = getattr(torch, torch_name)
         assert str(dtype) == f"torch.{torch_name}"
         assert dtype.itemsize * 8 == skyrl_manifest.byte_count(name, [8])

@@ -114,7 +114,7 @@ def test_fields_that_may_be_missing(base: Checkpoint, folder: Path) -> None:
 
 RECORDS: list[tuple[dict[str, Any], type[ThinwireError], str]] = [
     ({"dtype": 3}, Corrupt, "its dtype is 3"),
-    ({"dtype": "BF16"}, Unsupported, "its dtype is 'BF16'.*Known are bool, uint8"),
+    ({"dtype": "BF16"}, Unsupported, "its dtype is 'BF16'.*Known are bfloat16, float16"),
     ({"dtype": "complex64"}, Unsupported, "its dtype is 'complex64'"),
     ({"dtype": "float32"}, Corrupt, "its uncompressed_num_bytes is 2400, where float32"),
     ({"shape": None}, Corrupt, "its shape is None"),

@@ -224,12 +224,18 @@ def test_what_is_not_there(folder: Path, tmp_path: Path) -> None:
         assert not slime.is_delta(path)
 
 
-def test_a_file_that_is_not_in_the_index(folder: Path) -> None:
-    (folder / "model-00002-of-00003.safetensors").write_bytes(by_hand.safetensors({}))
-    with pytest.raises(Corrupt, match="not in its index, and slime's receivers would apply it"):
-        slime.open_delta(folder)
-    (folder / "model-00002-of-00003.safetensors").rename(folder / ".hidden.safetensors")
-    slime.open_delta(folder)
+def test_a_file_that_is_not_in_the_index_is_not_read(base: Checkpoint, folder: Path) -> None:
+    """A trainer that wrote the version before, with another number of files, left it."""
+    content = (folder / FIRST).read_bytes()
+    with slime.open_delta(folder) as delta:
+        file_bytes = delta.facts.file_bytes
+    for name, left in (("model-00000-of-00003.safetensors", content), ("x.safetensors", b"junk")):
+        (folder / name).write_bytes(left)
+        with slime.open_delta(folder) as delta:
+            assert applied(base, delta) == bits_of(MIXED_NEW)
+            assert delta.facts.file_bytes == file_bytes
+    [version] = slime.list_versions(folder.parent)
+    assert version[:2] == (1, 0)
 
 
 class TestFiles:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import struct
 import sys
 import tracemalloc
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from thinwire.errors import (
     ThinwireError,
     Unsupported,
 )
-from thinwire.interop import checksums, slime
+from thinwire.interop import checksums, skyrl, slime
 from thinwire.interop.payloads import declared_bytes
 
 from . import by_hand
@@ -28,6 +30,8 @@ from .making import (
     MIXED,
     MIXED_NEW,
     Tensors,
+    applied,
+    bits_of,
     change_between,
     checkpoint_bits,
     write_checkpoint,
@@ -119,6 +123,70 @@ def test_xor_without_a_size_is_read(tmp_path: Path) -> None:
     plain = by_hand.overwrite(SMALL["w"][2], SMALL_NEW["w"][2])
     with pytest.raises(Corrupt, match="no zstd frame that says its size"):
         read_payload(compressor.compress(plain) + compressor.flush(), tmp_path / "2")
+
+
+@pytest.mark.parametrize("is_sized", [True, False])
+def test_a_large_window_is_said_to_be_one(is_sized: bool, tmp_path: Path) -> None:
+    """Such a frame is sound: its reader would have to take too much memory for it."""
+    size = 9 << 20
+    options = {by_hand.zstd.CompressionParameter.window_log: 27}
+    packer = by_hand.zstd.ZstdCompressor(options=options)
+    if is_sized:
+        packer.set_pledged_input_size(size)
+    payload = packer.compress(bytes(size)) + packer.flush()
+    base = write_checkpoint(tmp_path / "base", {"w": ("U8", [size], bytes(size))})
+    folder = by_hand.write_slime(tmp_path / "weight_v000001", [("w", payload, "0" * 32)])
+    window_bytes = size if is_sized else 1 << 27
+    with (
+        slime.open_delta(folder) as delta,
+        pytest.raises(LimitExceeded, match=f"'w'.* window of {window_bytes} bytes") as caught,
+    ):
+        delta.new_tensor("w", base.tensors["w"])
+    assert "level 19" in caught.value.hint
+
+
+@pytest.mark.parametrize("system", [slime, skyrl])
+def test_a_delta_may_have_more_files_than_a_process(system: ModuleType, tmp_path: Path) -> None:
+    old: Tensors = {f"t{number}": ("U8", [2], b"\0a") for number in range(200)}
+    new: Tensors = {name: ("U8", [2], b"\1a") for name in old}
+    change = change_between(tmp_path, old, new)
+    folder = written(system, tmp_path, change, max_file_bytes=1)
+    assert len(list(folder.glob("*.safetensors"))) == 200
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_count = len(list(Path("/dev/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_count + 50, before[1]))
+    try:
+        with system.open_delta(folder) as delta:
+            assert applied(change.base, delta) == bits_of(new)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_no_more_files_are_written_than_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.interop.payloads.MAX_FILES", 2)
+    names = "abc"
+    change = change_between(
+        tmp_path,
+        {name: ("U8", [1], b"\0") for name in names},
+        {name: ("U8", [1], b"\1") for name in names},
+    )
+    with pytest.raises(LimitExceeded, match=r"more than 2 files.*larger max_file_bytes"):
+        written(slime, tmp_path, change, max_file_bytes=1)
+
+
+def test_a_file_that_is_replaced_meanwhile(tmp_path: Path) -> None:
+    change = change_between(tmp_path, SMALL, SMALL_NEW)
+    folder = written(slime, tmp_path, change)
+    [path] = folder.glob("*.safetensors")
+    with slime.open_delta(folder) as delta:
+        content = path.read_bytes()
+        path.write_bytes(content + b"x")
+        with pytest.raises(Corrupt, match=r"had \d+ when it was opened"):
+            delta.new_tensor("w", change.base.tensors["w"])
+        path.write_bytes(content)
+        assert applied(change.base, delta) == bits_of(SMALL_NEW)
 
 
 def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:

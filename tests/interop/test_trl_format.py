@@ -21,7 +21,6 @@ from thinwire.interop.trl_layout import MAX_POSITION, decode_index, encode_index
 from . import sparse_by_hand as by_hand
 from .by_hand import read_safetensors, safetensors
 from .making import (
-    MIXED,
     Tensor,
     Tensors,
     applied,
@@ -251,21 +250,6 @@ def test_first_drafts_name_their_base_and_hash_all_weights(tmp_path: Path) -> No
         assert not delta.check_weights(write_checkpoint(tmp_path / "mixed", BASE))
     with trl.open_delta(by_hand.write_trl(tmp_path, old, new, 9, "v1", "raw")) as delta:
         assert not delta.check_weights(base)
-
-
-def test_an_anchor_is_a_checkpoint(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "base", MIXED, shards=2, files={"config.json": "{}"})
-    (tmp_path / "out").mkdir()
-    files = trl.write_full(checkpoint, tmp_path / "out", version=10)
-    assert [file.key for file in files] == ["anchors/step_000010.safetensors"]
-    again = Checkpoint.open(files[0].path)
-    assert checkpoint_bits(again) == bits_of(MIXED)
-    widths = {"I64": 8, "F32": 4, "BF16": 2, "F16": 2}
-    for name, span in again.weights["."].header.spans.items():
-        assert span.start % widths.get(span.dtype, 1) == 0, name
-    assert not trl.is_delta(files[0].path)
-    with pytest.raises(Unsupported, match="not that of a delta"):
-        trl.open_delta(files[0].path)
 
 
 def test_a_chain(tmp_path: Path) -> None:

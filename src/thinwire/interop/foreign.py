@@ -21,7 +21,7 @@ from thinwire.errors import Corrupt, FormatError, LimitExceeded, TensorMismatch
 MAX_TENSORS = 1 << 20
 """Tensors that one delta may name."""
 
-MAX_DESCRIPTION_BYTES = 64 << 20
+MAX_DESCRIPTION_BYTES = 32 << 20
 """The longest index, manifest or header that a reader takes."""
 
 _SHOWN_CHARS = 200

@@ -52,12 +52,11 @@ from thinwire.interop.grail_writing import (
     write_delta,
     write_full,
 )
+from thinwire.interop.payloads import MAX_FILES
 from thinwire.interop.sparse import NewWords, check_fits, words_of
-from thinwire.interop.unpacked import FrameReader, expansion_limit
+from thinwire.interop.unpacked import FrameReader, description_limit, expansion_limit
 
 NAME = "grail"
-MAX_FILES = 10_000
-"""Files that one manifest may name."""
 
 _HASH_PIECE_BYTES = 16 << 20
 _WINDOW = re.compile(r"checkpoint-([0-9]{1,15})")
@@ -194,7 +193,8 @@ class GrailDelta(ForeignDelta):
     def _read_header(self, reader: FrameReader) -> bytes:
         prefix = reader.read(LENGTH_BYTES)
         size_bytes = int.from_bytes(prefix, "little")
-        check_count(SYSTEM, "bytes of header", size_bytes, MAX_DESCRIPTION_BYTES, self._path)
+        limit = description_limit(self._frame.size)
+        check_count(SYSTEM, "bytes of header", size_bytes, limit, self._path)
         text = reader.read(size_bytes)
         if len(prefix) < LENGTH_BYTES or len(text) < size_bytes:
             raise self._fault("it ends inside of its header", error=Truncated)

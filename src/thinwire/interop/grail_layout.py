@@ -7,8 +7,8 @@ differences, each from the change before:
 - v2: of the flat position, in 32 bits.
 - v3: of row and column apart, in 32 bits each. A row is one entry of the first axis; the column is
   whole where the row differs from the one before. A tensor of one axis has rows of one element.
-- v3.1: as v3, in fewer bits where all differences of a tensor fit: 8 for rows, 16 for columns. That
-  is grail's text, and what is written here; its program also takes 16 for rows, which is read.
+- v3.1: as v3, in fewer bits where all differences of a tensor fit: 8 or 16 for rows, 16 for
+  columns. That is what grail's program does, though its own text has no 16 for rows.
 """
 
 from __future__ import annotations
@@ -155,7 +155,6 @@ def split_positions(
     column_steps[starts] = columns[starts]
     if layout == "v3":
         return row_steps.astype("<i4"), column_steps.astype("<i4")
-    # grail's own text has rows of 8 or 32 bits; its program takes 16 where they do.
     return _narrowed(row_steps, "u1", "<u2"), _narrowed(column_steps, "<u2")
 
 

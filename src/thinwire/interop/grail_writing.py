@@ -33,8 +33,10 @@ from thinwire.interop.grail_layout import (
     pack_header,
     split_positions,
 )
+from thinwire.interop.hf import SINGLE_NAME
 from thinwire.interop.payloads import refuse_other_changes
 from thinwire.interop.sparse import NewWords, changed_positions, words_of
+from thinwire.interop.torch_names import TORCH_NAMES
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -50,20 +52,8 @@ _LEVEL = 1
 _PIECE_BYTES = 1 << 20
 _OWN_NAMES = {METADATA_NAME, "manifest.sig", FULL, DELTA}
 _GRAIL_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# What torch calls the dtypes of a model: the hash of its weights is over these names too.
-_TORCH_NAMES = {
-    **{dtype: name for name, dtype in DTYPES.items()},
-    "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "C64": "complex64",
-    "BOOL": "bool",
-    **{f"I{width}": f"int{width}" for width in (8, 16, 32, 64)},
-    **{f"U{width}": f"uint{width}" for width in (8, 16, 32, 64)},
-}
+# torch's F4 counts two elements as one, so it says another shape.
+_UNHASHED = {"F4"}
 
 
 class _Spooled(NamedTuple):
@@ -83,14 +73,14 @@ def hash_weights(
     """
     for name in sorted(names):
         stored = tensor(name)
-        if stored.dtype not in _TORCH_NAMES:
+        if stored.dtype not in TORCH_NAMES or stored.dtype in _UNHASHED:
             raise Unsupported(
                 f"tensor {name[:200]!r} is {stored.dtype}: no hash of {SYSTEM}'s has it",
                 hint="Write another format",
                 tensor=name,
             )
         hasher.update(name.encode())
-        hasher.update(f"torch.{_TORCH_NAMES[stored.dtype]}".encode())
+        hasher.update(f"torch.{TORCH_NAMES[stored.dtype]}".encode())
         hasher.update(str(tuple(stored.shape)).encode())
         hasher.update(stored.data.data)
 
@@ -162,7 +152,7 @@ def write_full(checkpoint: Checkpoint, out: Path, *, version: int) -> list[OutFi
     """
     _check_window(version)
     weights = [
-        ("model.safetensors" if name == SINGLE_FILE else name, file.path)
+        (SINGLE_NAME if name == SINGLE_FILE else name, file.path)
         for name, file in checkpoint.weights.items()
     ]
     small = [row for row in checkpoint.files.items() if row[0] not in _OWN_NAMES]

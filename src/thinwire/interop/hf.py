@@ -10,12 +10,15 @@ import re
 from pathlib import Path
 
 from thinwire.checkpoint import Checkpoint
-from thinwire.checkpoint.disk import write_file
+from thinwire.checkpoint.disk import os_errors, write_file
 from thinwire.checkpoint.file_names import INDEX_NAME, SINGLE_FILE, is_weights_name
 from thinwire.interop.foreign import ChainVersion, OutFile
 
 NAME = "hf"
 LATEST = "latest"
+SINGLE_NAME = "model.safetensors"
+"""What every loader calls the one weights file of a checkpoint."""
+
 _FOLDER = re.compile(r"version_(\d{6,18})", re.ASCII)
 
 
@@ -25,13 +28,17 @@ def folder_name(version: int) -> str:
 
 
 def list_versions(folder: Path) -> list[ChainVersion]:
-    """The versions in a folder of such folders, oldest first."""
-    found = []
-    for path in folder.iterdir():
-        match = _FOLDER.fullmatch(path.name)
-        if match and path.is_dir():
-            found.append(ChainVersion(int(match[1]), None, path, path.name))
-    return sorted(found)
+    """The versions in a folder of such folders, oldest first; [] if there are none.
+
+    Raises:
+        StoreError: The folder cannot be read.
+    """
+    if not folder.is_dir():
+        return []
+    with os_errors("cannot list", folder):
+        paths = [path for path in folder.iterdir() if path.is_dir()]
+    found = [(match, path) for path in paths if (match := _FOLDER.fullmatch(path.name))]
+    return sorted(ChainVersion(int(match[1]), None, path, path.name) for match, path in found)
 
 
 def write_full(checkpoint: Checkpoint, out: Path, *, version: int) -> list[OutFile]:
@@ -45,7 +52,7 @@ def write_full(checkpoint: Checkpoint, out: Path, *, version: int) -> list[OutFi
 def checkpoint_files(checkpoint: Checkpoint, folder: str) -> list[OutFile]:
     """The files of a checkpoint below ``folder``: small ones, weights, and the index last."""
     weights = [
-        OutFile(f"{folder}/{'model.safetensors' if name == SINGLE_FILE else name}", file.path)
+        OutFile(f"{folder}/{SINGLE_NAME if name == SINGLE_FILE else name}", file.path)
         for name, file in checkpoint.weights.items()
     ]
     small = [

@@ -30,6 +30,7 @@ from thinwire.interop.foreign import (
     rule_broken,
 )
 from thinwire.interop.sparse import RUN, NewWords, Positions, check_fits, positions_of_gaps
+from thinwire.interop.torch_names import TORCH_NAMES
 from thinwire.interop.torch_zip import TorchFile
 from thinwire.interop.unpacked import FrameReader, expansion_limit
 
@@ -39,21 +40,8 @@ SYSTEM = "NeMo-RL's sparse refit"
 XOR, OVERWRITE = "xor", "overwrite"
 RANGE, DELTAS = "range", "deltas"
 
-# What torch calls the dtypes, and safetensors does.
-_DTYPES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "bool": "BOOL",
-    **{f"int{width}": f"I{width}" for width in (8, 16, 32, 64)},
-    **{f"uint{width}": f"U{width}" for width in (8, 16, 32, 64)},
-}
+# Values are words of one element each.
+_DTYPES = {TORCH_NAMES[name]: name for name in TORCH_NAMES.keys() - {"C64", "F4"}}
 _VALUE_TYPES = {1: np.dtype("u1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 _GAP_TYPES = {2: "<u2", 4: "<u4", 8: "<u8"}
 _TEXTS = ("name", "dtype", "operation", "index_encoding")
@@ -97,7 +85,7 @@ class NemoDelta(ForeignDelta):
         self._path = path
         frame = map_file(path)
         data = FrameReader(SYSTEM, path, frame).unpack(expansion_limit(frame.size))
-        archive = TorchFile(SYSTEM, path, data)
+        archive = TorchFile(SYSTEM, path, data, frame.size)
         match archive.value():
             case (index, tuple(groups), list(tables)):
                 pass

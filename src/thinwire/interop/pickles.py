@@ -46,7 +46,7 @@ class Call:
 
     target: Any
     args: tuple[Plain, ...]
-    items: dict[str | int, Plain] = field(default_factory=dict)
+    items: dict[str, Plain] = field(default_factory=dict)
     state: Plain = None
 
 
@@ -58,17 +58,19 @@ class PersistentId:
 
 
 class _Held:
-    """A value on the stack or in the memo, and how deep it goes.
+    """A value on the stack or in the memo, how deep it goes, and of how many values it consists.
 
+    Shared parts count each time, as whoever walks or shows the value comes by them each time.
     Fetched from the memo it is ``is_shared``, and nothing more may go into it: so no value can hold
     itself.
     """
 
-    __slots__ = ("depth", "is_shared", "value")
+    __slots__ = ("depth", "is_shared", "value", "value_count")
 
-    def __init__(self, value: Plain, depth: int = 0) -> None:
+    def __init__(self, value: Plain, depth: int = 0, value_count: int = 1) -> None:
         self.value = value
         self.depth = depth
+        self.value_count = value_count
         self.is_shared = False
 
 
@@ -86,14 +88,15 @@ def read_pickle(
         what: Its name for messages.
         globals: Markers by module and name. None: the opcodes that name or call anything are
             refused, whatever they name.
-        max_opcodes: How many opcodes it may have.
+        max_opcodes: How many opcodes it may have, and of how many values it may consist where
+            shared ones count each time.
 
     Raises:
         Unsupported: An opcode or a global name that is not taken.
         Truncated: It ends too early.
         Corrupt: It contradicts itself.
-        LimitExceeded: More than ``max_opcodes`` opcodes, values nested beyond ``MAX_DEPTH``, or a
-            whole number of more than ``MAX_INT_BYTES`` bytes.
+        LimitExceeded: More than ``max_opcodes`` opcodes or values, values nested beyond
+            ``MAX_DEPTH``, or a whole number of more than ``MAX_INT_BYTES`` bytes.
     """
     return _Reader(memoryview(data).cast("B"), what, globals, max_opcodes).read()
 
@@ -178,10 +181,16 @@ class _Reader:
 
     # What the opcodes do to the stack.
 
-    def _push(self, value: Plain, depth: int = 0) -> None:
+    def _push(self, value: Plain, depth: int = 0, value_count: int = 1) -> None:
+        self._check_extent(depth, value_count)
+        self._stack.append(_Held(value, depth, value_count))
+
+    def _check_extent(self, depth: int, value_count: int) -> None:
         if depth > MAX_DEPTH:
             raise self._fault(f"is nested beyond {MAX_DEPTH} levels", LimitExceeded)
-        self._stack.append(_Held(value, depth))
+        if value_count > self._max_opcodes:
+            rule = f"consists of more than {self._max_opcodes} values, with shared ones each time"
+            raise self._fault(rule, LimitExceeded)
 
     def _pop(self) -> _Held:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
@@ -198,7 +207,8 @@ class _Reader:
 
     def _push_tuple(self, parts: list[_Held]) -> None:
         depth = 1 + max((part.depth for part in parts), default=0)
-        self._push(tuple(part.value for part in parts), depth)
+        value_count = 1 + sum(part.value_count for part in parts)
+        self._push(tuple(part.value for part in parts), depth, value_count)
 
     def _set_items(self, parts: list[_Held]) -> None:
         target = self._open_target(parts)
@@ -206,10 +216,12 @@ class _Reader:
         if not isinstance(held, dict) or len(parts) % 2:
             raise self._fault("sets items where there is no table, or half an item")
         for key, part in zip(parts[::2], parts[1::2], strict=True):
-            if type(key.value) not in (str, int):
-                raise self._fault("has a key that is neither text nor a whole number")
+            # Whole numbers can be chosen so that their hashes are one: a table of them takes
+            # quadratic time. No system here has them as keys.
+            if type(key.value) is not str:
+                raise self._fault("has a key that is no text")
             if key.value in held:
-                raise self._fault(f"has the key {str(key.value)[:80]!r} twice")
+                raise self._fault(f"has the key {key.value[:80]!r} twice")
             held[key.value] = part.value
 
     def _append_items(self, parts: list[_Held]) -> None:
@@ -225,8 +237,8 @@ class _Reader:
         if target.is_shared:
             raise self._fault("changes a value that it has used already")
         target.depth = max([target.depth, *(1 + part.depth for part in parts)])
-        if target.depth > MAX_DEPTH:
-            raise self._fault(f"is nested beyond {MAX_DEPTH} levels", LimitExceeded)
+        target.value_count += sum(part.value_count for part in parts)
+        self._check_extent(target.depth, target.value_count)
         return target
 
     def _remember(self, number: int) -> None:
@@ -268,7 +280,7 @@ class _Reader:
             raise self._fault("calls something without a tuple of arguments")
         if not any(target.value is marker for marker in self._globals.values()):
             raise self._fault("calls something that is not one of the names taken", Unsupported)
-        self._push(Call(target.value, args.value), 1 + args.depth)
+        self._push(Call(target.value, args.value), 1 + args.depth, 1 + args.value_count)
 
     def _set_state(self) -> None:
         state = self._pop()
@@ -279,7 +291,7 @@ class _Reader:
 
     def _push_persistent(self) -> None:
         identity = self._pop()
-        self._push(PersistentId(identity.value), 1 + identity.depth)
+        self._push(PersistentId(identity.value), 1 + identity.depth, 1 + identity.value_count)
 
     def _fault(self, reason: str, error: type[FormatError] = Corrupt) -> FormatError:
         message = f"{self._what} {reason} (at byte {self._at})"

@@ -1,11 +1,12 @@
-"""SkyRL's delta weight sync.
+"""SkyRL's delta weight sync, as of its release 0.4.0, the first one that has it.
 
 ``delta-00000007/`` is one version: files ``delta-rank00000-file000000.safetensors`` of zstd
 payloads (a tensor's old bytes XOR its new ones), and a ``manifest.json``, written last, with the
 dtype, shape, sizes and checksum of every changed tensor and where its payload is. Version 0 is the
 model that both sides begin with: the chain has no full weights. Where SkyRL's publisher meets
 another dtype than the base's it converts; here that is an error, as nothing is converted. Where
-its receiver leaves out a tensor that the base lacks, that is one too.
+its receiver leaves out a tensor that the base lacks, that is one too. Revisions before the release
+called the folder ``v00000007`` and its files otherwise, and took SHA-256: that is read as well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from thinwire.checkpoint import Checkpoint
 from thinwire.checkpoint.disk import os_errors, write_file
-from thinwire.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
+from thinwire.checkpoint.safetensors_file import StoredTensor
 from thinwire.errors import (
     ChecksumMismatch,
     InvalidArgument,
@@ -41,6 +42,7 @@ from thinwire.interop.foreign import (
 )
 from thinwire.interop.payloads import (
     MAX_FILE_BYTES,
+    PayloadFile,
     decode_xor,
     encode_xor,
     new_payload_files,
@@ -52,9 +54,9 @@ from thinwire.interop.payloads import (
 )
 from thinwire.interop.skyrl_manifest import (
     CHECKSUM_NAMES,
+    DTYPE_NAMES,
     MANIFEST_NAME,
     SYSTEM,
-    TORCH_NAMES,
     SkyRLManifest,
     SkyRLRecord,
     looks_like_manifest,
@@ -65,7 +67,7 @@ NAME = "skyrl"
 
 _SHOWN_CHARS = 200
 _FOLDER = re.compile(r"delta-(\d{8,18})", re.ASCII)
-# As the first release called them.
+# As revisions before the first release called them.
 _OLD_FOLDER = re.compile(r"v(\d{8,18})", re.ASCII)
 
 
@@ -77,7 +79,7 @@ def folder_name(version: int) -> str:
 class SkyRLDelta(ForeignDelta):
     """An opened delta of SkyRL's; see :class:`thinwire.interop.foreign.ForeignDelta`."""
 
-    def __init__(self, manifest: SkyRLManifest, files: Mapping[str, SafetensorsFile]) -> None:
+    def __init__(self, manifest: SkyRLManifest, files: Mapping[str, PayloadFile]) -> None:
         _check_payloads(manifest, files)
         self._manifest = manifest
         self._files = files
@@ -226,7 +228,7 @@ def write_delta(
         out: Where the files are to lie until they are brought to their place.
         version: Which version it makes.
         base_version: Which version it is made from: the one before.
-        checksum: "xxh3-128", or "sha256" as in the first release.
+        checksum: "xxh3-128", or "sha256", which SkyRL reads too and was its first one.
         max_file_bytes: After how many bytes of payloads another file is begun.
 
     Raises:
@@ -250,10 +252,10 @@ def write_delta(
 
     with new_payload_files(path_of, max_file_bytes) as files:
         for name, old, new in changed_tensors(change):
-            if new.dtype not in TORCH_NAMES:
+            if new.dtype not in DTYPE_NAMES:
                 raise Unsupported(
                     f"tensor {name[:_SHOWN_CHARS]!r} is {new.dtype}, which SkyRL does not know",
-                    hint=f"It knows {', '.join(TORCH_NAMES)}",
+                    hint=f"It knows {', '.join(DTYPE_NAMES)}",
                     tensor=name,
                 )
             payload = encode_xor(old.data, new.data)
@@ -261,7 +263,7 @@ def write_delta(
             records.append(
                 SkyRLRecord(
                     name=name,
-                    dtype=TORCH_NAMES[new.dtype],
+                    dtype=DTYPE_NAMES[new.dtype],
                     shape=list(new.shape),
                     uncompressed_num_bytes=new.data.size,
                     compressed_num_bytes=len(payload),
@@ -311,7 +313,7 @@ def _check_number(path: Path, manifest: SkyRLManifest) -> None:
         raise rule_broken(SYSTEM, rule, file=manifest.path)
 
 
-def _check_payloads(manifest: SkyRLManifest, files: Mapping[str, SafetensorsFile]) -> None:
+def _check_payloads(manifest: SkyRLManifest, files: Mapping[str, PayloadFile]) -> None:
     """Each record has a payload of its own, of the size that it says, and no other is there."""
     left = {(file_name, key) for file_name, file in files.items() for key in file.tensors}
     for record in manifest.records.values():
@@ -323,7 +325,7 @@ def _check_payloads(manifest: SkyRLManifest, files: Mapping[str, SafetensorsFile
             )
             raise rule_broken(SYSTEM, rule, file=manifest.path, tensor=record.name)
         left.remove(place)
-        size = files[record.payload_file].tensors[record.payload_key].data.size
+        size = files[record.payload_file].payload_bytes(record.payload_key)
         if size != record.compressed_num_bytes:
             rule = f"its payload has {size} bytes, not {record.compressed_num_bytes}"
             raise rule_broken(SYSTEM, rule, file=manifest.path, tensor=record.name)

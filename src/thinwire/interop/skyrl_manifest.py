@@ -21,33 +21,19 @@ from thinwire.interop.foreign import (
     rule_broken,
 )
 from thinwire.interop.payloads import MAX_FILES, shown
+from thinwire.interop.torch_names import TORCH_NAMES
 
 SYSTEM = "SkyRL's delta sync"
 MANIFEST_NAME = "manifest.json"
 CHECKSUM_NAMES = ("xxh3-128", "sha256")
 
-TORCH_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "BOOL": "bool",
-        "U8": "uint8",
-        "I8": "int8",
-        "I16": "int16",
-        "U16": "uint16",
-        "I32": "int32",
-        "U32": "uint32",
-        "I64": "int64",
-        "U64": "uint64",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "F32": "float32",
-        "F64": "float64",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-    }
+_UNKNOWN = {"C64", "F4", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
+    {name: TORCH_NAMES[name] for name in TORCH_NAMES if name not in _UNKNOWN}
 )
 """The dtypes that SkyRL knows: safetensors' name to torch's."""
 
-_DTYPES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+_DTYPES = {torch_name: name for name, torch_name in DTYPE_NAMES.items()}
 _LOOKS_LIKE_ONE = {"version", "base_version", "tensors", "payload_files"}
 
 

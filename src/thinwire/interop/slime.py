@@ -10,7 +10,9 @@ name, one zstd frame of
   are 32-bit numbers, little-endian, so that 4 GiB of a tensor can be addressed,
 
 and the checksum of its new bytes is in the file's metadata under the same name. The index is
-written last. There is no dtype, no shape and no digest of the base.
+written last, and says which files count: SGLang's receiver (01d5bfe) reads no others, and neither
+does this one, so that what an earlier attempt left does no harm. The receiver in slime's patch for
+SGLang (c124211) applies whatever is there. There is no dtype, no shape and no digest of the base.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 
 from thinwire.checkpoint.disk import ByteArray, os_errors
 from thinwire.checkpoint.file_names import INDEX_NAME, is_weights_name
-from thinwire.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
+from thinwire.checkpoint.safetensors_file import StoredTensor
 from thinwire.errors import ChecksumMismatch, InvalidArgument, ThinwireError, VersionGap
 from thinwire.interop.checksums import is_checksum
 from thinwire.interop.foreign import (
@@ -21,7 +21,9 @@ from thinwire.interop.foreign import (
     require_base,
     rule_broken,
 )
+from thinwire.interop.hf import SINGLE_NAME
 from thinwire.interop.payloads import (
+    PayloadFile,
     declared_bytes,
     decode_xor,
     new_stored,
@@ -46,13 +48,11 @@ NAME = "slime"
 WORD_BYTES = 4
 WORD = np.dtype("<u4")
 
-_SINGLE_NAME = "model.safetensors"
-
 
 class SlimeDelta(ForeignDelta):
     """An opened delta of slime's; see :class:`thinwire.interop.foreign.ForeignDelta`."""
 
-    def __init__(self, index: SlimeIndex, files: Mapping[str, SafetensorsFile]) -> None:
+    def __init__(self, index: SlimeIndex, files: Mapping[str, PayloadFile]) -> None:
         self._encoding = index.choice("delta_encoding", ENCODINGS)
         self._checksum = index.choice("checksum_format", CHECKSUM_NAMES)
         index.choice("compression_format", (COMPRESSION,))
@@ -114,12 +114,12 @@ class SlimeDelta(ForeignDelta):
         """Let go of the files."""
         self._files = {}
 
-    def _describe(self, name: str, file: SafetensorsFile) -> ForeignTensor:
+    def _describe(self, name: str, file: PayloadFile) -> ForeignTensor:
         text = file.metadata.get(name)
         if text is None:
             rule = "the file's metadata has no checksum for it"
             raise rule_broken(SYSTEM, rule, file=file.path, tensor=name)
-        return ForeignTensor(payload_bytes=file.tensors[name].data.size, checksum=text)
+        return ForeignTensor(payload_bytes=file.payload_bytes(name), checksum=text)
 
 
 def is_delta(path: Path) -> bool:
@@ -132,7 +132,7 @@ def is_delta(path: Path) -> bool:
 
 
 def open_delta(path: Path) -> SlimeDelta:
-    """Open the folder of one delta.
+    """Open the folder of one delta. Files that its index does not name are not read.
 
     Raises:
         InvalidArgument: It holds full weights.
@@ -152,10 +152,6 @@ def open_delta(path: Path) -> SlimeDelta:
     for name in sorted(listed - found):
         rule = f"its index names {shown(name)}, which is not there"
         raise rule_broken(SYSTEM, rule, file=path, hint="Fetch the missing file")
-    for name in sorted(found - listed):
-        rule = f"{shown(name)} is not in its index, and slime's receivers would apply it too"
-        hint = "Remove what an earlier attempt to write this version left there"
-        raise rule_broken(SYSTEM, rule, file=path, hint=hint)
     files = {name: open_payloads(SYSTEM, path / name) for name in sorted(listed)}
     _check_homes(index, files)
     return SlimeDelta(index, files)
@@ -203,7 +199,7 @@ def _chain_version(version: int, path: Path) -> ChainVersion | None:
     names = _names(path)
     if INDEX_NAME not in names:
         # A delta's files come before its index and look like weights: only this is no part of one.
-        is_full = set(filter(is_weights_name, names)) == {_SINGLE_NAME}
+        is_full = set(filter(is_weights_name, names)) == {SINGLE_NAME}
         return ChainVersion(version, None, path, path.name) if is_full else None
     index = read_index(path / INDEX_NAME)
     if not index.is_delta:
@@ -219,7 +215,7 @@ def _check_number(path: Path, index: SlimeIndex) -> None:
         raise rule_broken(SYSTEM, rule, file=index.path)
 
 
-def _check_homes(index: SlimeIndex, files: Mapping[str, SafetensorsFile]) -> None:
+def _check_homes(index: SlimeIndex, files: Mapping[str, PayloadFile]) -> None:
     """Each tensor is in the one file that the index says, and there are no others."""
     for file_name, file in files.items():
         for name in file.tensors:

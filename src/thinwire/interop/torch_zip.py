@@ -17,14 +17,20 @@ import numpy.typing as npt
 
 from thinwire.checkpoint.disk import ByteArray
 from thinwire.errors import Corrupt, FormatError, Truncated, Unsupported
-from thinwire.interop.foreign import MAX_DESCRIPTION_BYTES, check_count, rule_broken
+from thinwire.interop.foreign import check_count, rule_broken
 from thinwire.interop.pickles import Call, PersistentId, read_pickle
+from thinwire.interop.unpacked import description_limit
 
 MAX_MEMBERS = 1024
 """Members that an archive may have: a payload has one for each width of values."""
 
 MAX_OPCODES = 1 << 22
-"""Of the pickle: a changed tensor takes about forty."""
+"""Of the pickle: a changed tensor takes about thirty. Each takes up to 140 bytes of memory."""
+
+SMALL_OPCODES = 1 << 16
+"""How many there may be however small the file is."""
+
+_OPCODES_PER_BYTE = 6  # Tensors with one change each, all alike but for their names, come to 4.
 
 _PIECE_BYTES = 16 << 20
 _STORED = 0
@@ -34,6 +40,7 @@ _WIDE_LOCATOR = struct.Struct("<4sIQI")
 _WIDE_END = struct.Struct("<4sQ2H2I4Q")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
+_EXTRA = struct.Struct("<2H")
 _WIDE_FIELD = 1
 _IS_WIDE = 0xFFFFFFFF
 _REBUILD, _NO_HOOKS = "a tensor", "no hooks"
@@ -67,15 +74,18 @@ class TorchFile:
         system: Whose file it is, for messages.
         file: Where it lies.
         data: All of its bytes.
+        packed_bytes: How many bytes were sent for it, which bounds what it may ask for.
 
     Raises:
         FormatError: It is no such archive, or a member is not what its checksum says.
     """
 
-    def __init__(self, system: str, file: object, data: ByteArray) -> None:
+    def __init__(self, system: str, file: object, data: ByteArray, packed_bytes: int) -> None:
         self._system = system
         self._file = file
         self._data = data
+        self._max_description_bytes = description_limit(packed_bytes)
+        self._max_opcodes = min(MAX_OPCODES, SMALL_OPCODES + _OPCODES_PER_BYTE * packed_bytes)
         self._members = self._read_members()
         folders = {name.partition("/")[0] for name in self._members}
         if len(folders) != 1:
@@ -91,11 +101,10 @@ class TorchFile:
             FormatError: The pickle holds anything else.
         """
         pickled = self._member("data.pkl")
-        check_count(
-            self._system, "bytes of pickle", pickled.size, MAX_DESCRIPTION_BYTES, self._file
-        )
+        limit = self._max_description_bytes
+        check_count(self._system, "bytes of pickle", pickled.size, limit, self._file)
         what = f"{self._file}: data.pkl ({self._system} format)"
-        return read_pickle(pickled.data, what=what, globals=_GLOBALS, max_opcodes=MAX_OPCODES)
+        return read_pickle(pickled.data, what=what, globals=_GLOBALS, max_opcodes=self._max_opcodes)
 
     def array(self, saved: Any) -> npt.NDArray[Any]:
         """The elements of a flat tensor that :meth:`value` has.
@@ -144,9 +153,8 @@ class TorchFile:
     def _read_members(self) -> Mapping[str, Member]:
         start, stop, count = self._find_directory()
         check_count(self._system, "members", count, MAX_MEMBERS, self._file)
-        check_count(
-            self._system, "bytes of directory", stop - start, MAX_DESCRIPTION_BYTES, self._file
-        )
+        limit = self._max_description_bytes
+        check_count(self._system, "bytes of directory", stop - start, limit, self._file)
         directory = self._data[start:stop].tobytes()
         members: dict[str, Member] = {}
         at = 0
@@ -217,11 +225,13 @@ class TorchFile:
     def _widened(self, extra: bytes, numbers: list[int]) -> list[int]:
         """The numbers, those that need more than 32 bits from the extra field."""
         wide = b""
-        while len(extra) >= 4:
-            kind, size_bytes = struct.unpack_from("<2H", extra)
+        at = 0
+        while at + _EXTRA.size <= len(extra):
+            kind, size_bytes = _EXTRA.unpack_from(extra, at)
+            at += _EXTRA.size
             if kind == _WIDE_FIELD:
-                wide = extra[4 : 4 + size_bytes]
-            extra = extra[4 + size_bytes :]
+                wide = extra[at : at + size_bytes]
+            at += size_bytes
         result = []
         for number in numbers:
             if number == _IS_WIDE:

@@ -69,11 +69,11 @@ class TrlDelta(ForeignDelta):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = file = _open_file(path)
-        layout_name = _layout_of(file.metadata)
+        layout_name = _layout_of(file)
         if layout_name is None:
             raise rule_broken(
                 SYSTEM,
-                "its metadata is not that of a delta",
+                "its metadata is not that of a delta, or none of its tensors is",
                 file=path,
                 error=Unsupported,
                 hint="An anchor is a checkpoint: open it as one",
@@ -241,7 +241,7 @@ def is_delta(path: Path) -> bool:
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     try:
-        return _layout_of(_open_file(path).metadata) is not None
+        return _layout_of(_open_file(path)) is not None
     except ThinwireError:
         return False
 
@@ -290,13 +290,20 @@ def _open_file(path: Path) -> SafetensorsFile:
     return file
 
 
-def _layout_of(metadata: Mapping[str, str]) -> str | None:
-    """Which layout a delta of this metadata has; None: it is no delta."""
+def _layout_of(file: SafetensorsFile) -> str | None:
+    """Which layout a delta has, by its metadata and names; None: it is no delta."""
+    metadata = file.metadata
     if metadata.get("sparse", "True") != "True":
         return None
     if metadata.get("format") == PATCH and "encoding" in metadata:
-        return "v2"
-    return "v1" if _NAMES_KEY in metadata else None
+        name = "v2"
+    elif _NAMES_KEY in metadata:
+        name = "v1"
+    else:
+        return None
+    # The first drafts do not say whether a file is sparse: whole tensors alone are an anchor.
+    ends = (*LAYOUTS[name][:2], EMPTY_KEY)
+    return name if not file.tensors or any(key.endswith(ends) for key in file.tensors) else None
 
 
 def _steps(folder: Path) -> dict[int, Path]:

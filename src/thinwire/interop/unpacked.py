@@ -16,7 +16,8 @@ import numpy as np
 from thinwire.checkpoint.disk import ByteArray, os_errors
 from thinwire.codec.zstd import WINDOW_LOG_MAX
 from thinwire.errors import Corrupt, FormatError, LimitExceeded, Truncated
-from thinwire.interop.foreign import rule_broken
+from thinwire.interop.foreign import MAX_DESCRIPTION_BYTES, rule_broken
+from thinwire.interop.payloads import check_window
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -27,8 +28,15 @@ MAX_EXPANSION = 64
 """How many times its own size a frame may hold where nothing else bounds it: more than any delta
 of real weights, whose new bits hardly repeat."""
 
-SMALL_BYTES = 256 << 20
+SMALL_BYTES = 64 << 20
 """What a frame may hold however small it is."""
+
+SMALL_DESCRIPTION_BYTES = 1 << 20
+"""How long a description may be however small its frame is."""
+
+MAX_DESCRIPTION_EXPANSION = 32
+"""How many times the bytes of its frame a longer one may have. That of 20,000 tensors that are all
+alike but for their names packs to a fifteenth, and the changes that it describes come on top."""
 
 _PIECE_BYTES = 1 << 20
 
@@ -36,6 +44,16 @@ _PIECE_BYTES = 1 << 20
 def expansion_limit(frame_bytes: int) -> int:
     """What a frame may hold where its size is all that is known."""
     return max(SMALL_BYTES, MAX_EXPANSION * frame_bytes)
+
+
+def description_limit(frame_bytes: int) -> int:
+    """How long a description inside of a frame may be, which is parsed before anything else is.
+
+    What it becomes takes up to thirty times its bytes of memory; a small file may not ask for that.
+    """
+    return min(
+        MAX_DESCRIPTION_BYTES, SMALL_DESCRIPTION_BYTES + MAX_DESCRIPTION_EXPANSION * frame_bytes
+    )
 
 
 class FrameReader:
@@ -62,6 +80,7 @@ class FrameReader:
         Raises:
             Corrupt: It is no valid frame, or other bytes follow it.
             Truncated: It has no end.
+            LimitExceeded: It needs more memory than any frame up to zstd's level 19.
         """
         pieces = []
         while size_bytes and (piece := self._piece(size_bytes)):
@@ -109,6 +128,7 @@ class FrameReader:
             try:
                 piece = bytes(unpacker.decompress(given, max_length=size_bytes))
             except zstd.ZstdError as error:
+                check_window(self._system, self._file, self._frame)
                 raise self._fault(f"it is no valid zstd frame: {error}") from None
             if piece:
                 return piece

@@ -45,9 +45,16 @@ class WeightsWriter:
         """Append a tensor.
 
         Raises:
-            InvalidArgument: One of that name was added, or its bytes do not fit its shape.
+            InvalidArgument: One of that name was added, the name is not Unicode text, or the
+                tensor's bytes do not fit its shape.
             StoreError: The disk is full.
         """
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument(
+                f"the tensor name {name[:200]!r} is not Unicode text", hint="Give it another name"
+            ) from None
         if name in self._entries or name == "__metadata__":
             raise InvalidArgument(f"two tensors are called {name[:200]!r}", hint="Write one")
         if tensor.data.size != byte_count(tensor.dtype, tensor.shape):
