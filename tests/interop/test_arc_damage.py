@@ -53,6 +53,23 @@ def test_another_base_is_told(name: str) -> None:
         decode(name, PAIR.base[:-2], "BF16", (2399,), *ours)
     with pytest.raises(ChecksumMismatch):
         decode(name, PAIR.base, "BF16", (40, 60), ours.payload, str(int(ours.checksum) ^ 1))
+    with pytest.raises(ChecksumMismatch, match="not 5 "):  # as an int has no beginning to show
+        decode(name, PAIR.base, "BF16", (40, 60), ours.payload, 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["arc_v1", "arc_v2", "arc_v3"])
+def test_a_wrong_base_is_no_damage(name: str) -> None:
+    """On the new weights a step can lead out of the mantissa; the payload is sound nonetheless."""
+    rng = np.random.default_rng(0)
+    weights = (rng.standard_normal(200_000, np.float32) * 0.02).view(np.uint32) >> 16
+    base = weights.astype(np.uint16)
+    is_changed = rng.random(base.size) < 0.01
+    new = base + (is_changed * rng.choice([-1, 1], base.size)).astype(np.uint16)
+    sides = base.view(np.uint8), new.view(np.uint8)
+    ours = encode(name, *sides, "BF16", (400, 500))
+    for wrong in (sides[1], np.random.default_rng(1).permutation(base).view(np.uint8)):
+        with pytest.raises(ChecksumMismatch, match="Give the checkpoint that it was made from"):
+            decode(name, wrong, "BF16", (400, 500), *ours)
 
 
 def test_a_container_of_another_shape() -> None:
@@ -69,6 +86,14 @@ def test_wrong_calls() -> None:
     for shape, new in (((41, 60), PAIR.new), ((40, 60), PAIR.new[1:])):
         with pytest.raises(InvalidArgument):
             encode("ARC_V3", PAIR.base, new, "BF16", shape)
+    twice = np.repeat(PAIR.base, 2)
+    for wrong in (twice[::2], PAIR.base.reshape(2, -1), PAIR.base.view(np.int8)):
+        for name in FORMATS:
+            ours = encode(name, PAIR.base, PAIR.new, PAIR.dtype, PAIR.shape)
+            with pytest.raises(InvalidArgument, match="no flat run of bytes"):
+                encode(name, wrong, PAIR.new, PAIR.dtype, PAIR.shape)
+            with pytest.raises(InvalidArgument, match="no flat run of bytes"):
+                decode(name, wrong, PAIR.dtype, PAIR.shape, *ours)
 
 
 def test_sniffing() -> None:

@@ -228,6 +228,33 @@ class Evil:
         return exec, (f"open({str(self.path)!r}, 'w').close()",)
 
 
+NO_SHAPES = [
+    ((1,), (2,)),
+    ("x" * 1000,) * 10,
+    (True, 60),
+    tuple(range(300)),
+    {"a": 1},
+    b"xy",
+    None,
+]
+
+
+@pytest.mark.parametrize("number", range(len(NO_SHAPES)))
+def test_what_is_no_shape_is_not_shown(number: int) -> None:
+    with pytest.raises(TensorMismatch, match=r"made for torch\.bfloat16 of no shape;") as raised:
+        read(packed(body_of() | {"shape": NO_SHAPES[number]}))
+    assert len(str(raised.value)) < 300
+
+
+def test_shared_parts_of_a_shape() -> None:
+    """208 bytes that were 2**29 values to whoever shows them."""
+    shape: tuple[Any, ...] = ()
+    for _ in range(29):
+        shape = (shape, shape)
+    with pytest.raises(LimitExceeded, match="more than 1024 values"):
+        read(packed(body_of() | {"shape": shape}))
+
+
 def test_nothing_in_a_payload_is_run(tmp_path: Path) -> None:
     evil = Evil(tmp_path / "ran")
     for payload in (

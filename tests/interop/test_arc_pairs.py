@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+import tracemalloc
+import warnings
 from collections.abc import Callable
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
 
-from thinwire.interop.fireworks.payloads import ARC_FORMATS, FORMATS, decode, encode, sniff_format
+from thinwire.interop.fireworks import arc3, arc3_positions, arc3_read
+from thinwire.interop.fireworks.layout import checksum_of, written_layout
+from thinwire.interop.fireworks.payloads import (
+    ARC_FORMATS,
+    FORMATS,
+    Encoded,
+    decode,
+    encode,
+    sniff_format,
+)
 
 from .arc_pairs import CORPUS, DTYPES, Package, Pair, make_pair, random_pair, real_pairs
 
@@ -79,6 +92,100 @@ def test_a_tensor_beyond_one_job_of_zstd(package: Package) -> None:
         check_both_ways(package, name, pair)
         first, again = (encode(name, *pair[2:], *pair[:2]) for _ in range(2))
         assert first == again
+
+
+def test_a_pickle_beyond_one_job_of_zstd(package: Package) -> None:
+    """There its zstd cuts blocks elsewhere, at the level of the envelope too."""
+    rng = np.random.default_rng(1)
+    for count, share in ((4 << 20, 0.1), (8 << 20, 0.2)):
+        weights = (rng.standard_normal(count, np.float32) * 0.02).view(np.uint32) >> 16
+        base = weights.astype(np.uint16)
+        steps = rng.integers(1, 4, count, np.uint16) * (rng.random(count) < share)
+        sides = base.view(np.uint8), (base ^ steps).view(np.uint8)
+        check_both_ways(package, "arc_v3", Pair("BF16", (512, count // 512), *sides))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("shape", [(40, 60), (2400,), (2400, 1), (3, 800), (1, 2400), (6, 20, 20)])
+def test_pieces_of_the_work_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, shape: tuple[int, ...]
+) -> None:
+    for dtype in ("BF16", "F8_E5M2", "F32"):
+        layout = written_layout(dtype)
+        assert layout is not None
+        for change in ("few", "step", "random", "all", "last", "one"):
+            pair = make_pair(dtype, shape, change, 4)
+            sides = pair.base, pair.new
+            checksum = checksum_of(pair.new)
+            with monkeypatch.context() as patched:
+                whole = list(arc3._envelopes(*sides, layout, shape, checksum))
+                patched.setattr(arc3, "_CHUNK", chunk)
+                assert list(arc3._envelopes(*sides, layout, shape, checksum)) == whole
+                patched.setattr(arc3_read, "CHUNK", chunk)
+                patched.setattr(arc3_positions, "CHUNK", chunk)
+                for payload in whole:
+                    new = decode("arc_v3", pair.base, dtype, shape, payload, checksum)
+                    np.testing.assert_array_equal(new, pair.new)
+
+
+def test_memory_is_bounded_where_everything_changed() -> None:
+    """tracemalloc sees numpy's arrays and Python's bytes; 33 and 20 times the tensor once."""
+    count = 4 << 20
+    rng = np.random.default_rng(0)
+    base = (rng.standard_normal(count, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    sides = base.view(np.uint8), (base ^ rng.integers(1, 4, count, np.uint16)).view(np.uint8)
+    peaks = []
+    for shape in ((count // 1024, 1024), (count,)):
+        tracemalloc.start()
+        ours = encode("arc_v3", *sides, "BF16", shape)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        tracemalloc.start()
+        new = decode("arc_v3", sides[0], "BF16", shape, *ours)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        np.testing.assert_array_equal(new, sides[1])
+    tensor_bytes = sides[0].size
+    assert max(peaks[::2]) < 16 * tensor_bytes
+    assert max(peaks[1::2]) < 9 * tensor_bytes
+
+
+def test_a_forked_process_has_no_part_in_kept_compressors() -> None:
+    """Each owns a thread, which is not there in a child: it would wait for it for ever."""
+    pair = make_pair("U8", (2 << 20,), "few", 3)
+    wanted = encode("arc_v2", *pair[2:], *pair[:2])
+    stop = threading.Event()
+
+    def keep_on() -> None:
+        while not stop.is_set():
+            encode("arc_v2", *pair[2:], *pair[:2])
+
+    # One that is in use in another thread at that moment is no matter either.
+    thread = threading.Thread(target=keep_on)
+    thread.start()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            children = [
+                get_context("fork").Process(target=_exit_if_same, args=(pair, wanted))
+                for _ in range(4)
+            ]
+            for child in children:
+                child.start()
+    finally:
+        stop.set()
+        thread.join()
+    for child in children:
+        child.join(60)
+        is_hanging = child.is_alive()
+        child.kill()
+        assert not is_hanging
+        assert child.exitcode == 0
+    assert encode("arc_v2", *pair[2:], *pair[:2]) == wanted
+
+
+def _exit_if_same(pair: Pair, wanted: Encoded) -> None:
+    for _ in range(3):
+        assert encode("arc_v2", *pair[2:], *pair[:2]) == wanted
 
 
 def test_the_package_without_patience_is_read_too(package: Package) -> None:

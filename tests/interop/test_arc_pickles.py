@@ -16,6 +16,7 @@ from thinwire.interop.fireworks.pickle_write import OpenTable, Unshared, write_p
 from thinwire.interop.pickles import MAX_DEPTH, Call, PersistentId, read_pickle
 
 PROTO = b"\x80\x05"
+MARKERS = {("torch._utils", "_rebuild"): "rebuild", ("collections", "OrderedDict"): "table"}
 
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
 atoms = st.one_of(
@@ -183,7 +184,8 @@ def test_any_bytes_are_a_value_or_an_error(data: bytes) -> None:
         (b"(Nu.", Corrupt),  # no table
         (b"}(Nu.", Corrupt),  # half an item
         (b"}NNs.", Corrupt),  # a key that is no text
-        (b"}(K\x01NK\x01Nu.", Corrupt),  # a key twice
+        (b"}(\x8c\x01aN\x8c\x01aNu.", Corrupt),  # a key twice
+        (b"}K\x01Ns.", Corrupt),  # whole numbers as keys: their hashes may all be one
         (b"]Ns.", Corrupt),  # items into nothing
         (b"}Na.", Corrupt),  # appended to a table
         (b"(NNa.", Corrupt),  # taken across a mark
@@ -220,13 +222,43 @@ def test_limits() -> None:
             read_pickle(pickle.dumps(value, protocol=5))
     with pytest.raises(LimitExceeded, match="more than 9 opcodes"):
         read_pickle(PROTO + b"(" + b"N" * 10 + b"t.", max_opcodes=9)
-    # Shared parts nested again and again would be 2**n values to whoever walks them.
-    doubled = PROTO + b")\x94" + b"".join(b"h%c\x86\x94" % n + b"h%c" % (n + 1) for n in range(60))
-    with pytest.raises(FormatError):
-        read_pickle(doubled + b".")
 
 
-MARKERS = {("torch._utils", "_rebuild"): "rebuild", ("collections", "OrderedDict"): "table"}
+@pytest.mark.parametrize("part_count", [2, 30])
+def test_shared_parts_count_each_time(part_count: int) -> None:
+    """Else a few hundred bytes are 2**30 values to whoever walks or shows them."""
+    levels = [b"(" + b"h%c" % level * part_count + b"t\x94" for level in range(MAX_DEPTH - 2)]
+    # One value is left: a tuple of what was made on the way.
+    data = PROTO + b"()\x94" + b"".join(levels) + b"t."
+    for names in (None, MARKERS):
+        with pytest.raises(LimitExceeded, match="more than 65536 values"):
+            read_pickle(data, globals=names)
+    few = PROTO + b"()\x94" + b"".join(levels[:2]) + b"t."
+    assert read_pickle(few) == ((), ((),) * part_count, (((),) * part_count,) * part_count)
+
+
+TEN = b"(" + b"N" * 9 + b"tq\x00"
+TABLE = b"ccollections\nOrderedDict\n"
+KEY = b"X\x01\x00\x00\x00a"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        TEN,
+        b"](" + b"N" * 9 + b"e",
+        b"}(" + b"".join(KEY[:-1] + b"%cN" % n for n in range(97, 102)) + b"u",
+        TEN + b"Q",
+        TABLE + TEN + b"R",
+        TABLE + b")R" + TEN + b"b",
+        TABLE + b")R" + KEY + TEN + b"s",
+    ],
+)
+def test_parts_count_in_every_kind_of_value(body: bytes) -> None:
+    data = b"\x80\x02" + body + b"q\x01h\x01h\x01\x87."
+    assert read_pickle(data, globals=MARKERS, max_opcodes=40)
+    with pytest.raises(LimitExceeded, match="more than 29 values"):
+        read_pickle(data, globals=MARKERS, max_opcodes=29)
 
 
 def test_names_and_calls_become_markers() -> None:

@@ -87,6 +87,7 @@ def test_the_package_reads_each_file(two: Dirs, monkeypatch: pytest.MonkeyPatch)
     [
         lambda: ThreadPoolExecutor(2),
         lambda: ProcessPoolExecutor(2, mp_context=get_context("spawn")),
+        lambda: ProcessPoolExecutor(2, mp_context=get_context("fork")),
     ],
 )
 def test_executors_change_nothing(two: Dirs, make_pool: Callable[[], Executor]) -> None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
+import pickle
+import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +20,8 @@ import pytest
 
 from thinwire.errors import ThinwireError
 from thinwire.interop import fireworks as fw
-from thinwire.interop.fireworks import dropin
 
-from .arc_pairs import MISSING, Package
+from .arc_pairs import Package
 
 torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors")
@@ -161,6 +166,107 @@ def test_names_of_errors_are_the_packages(real: Any) -> None:
         assert set(theirs.__mro__) - {theirs} <= set(ours.__mro__)
 
 
+def test_every_name_of_the_package_is_there(real: Any) -> None:
+    assert set(real.__all__) <= set(fw.__all__)
+    assert fw.Checksum is real.Checksum
+    theirs = real.CompressionBackend.__abstractmethods__
+    assert fw.CompressionBackend.__abstractmethods__ == theirs
+    for name in theirs:
+        ours, other = (getattr(side.CompressionBackend, name) for side in (fw, real))
+        assert list(inspect.signature(ours).parameters) == list(inspect.signature(other).parameters)
+
+
+def error_of(call: Callable[[], Any]) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("there was no error")
+
+
+WRONG: dict[str, Callable[[Any, Path], Any]] = {
+    "unknown format": lambda w, d: w.decompress_delta_into_source(d / "diff", d / "old", "nope"),
+    "no delta": lambda w, d: w.decompress_delta_into_source(d / "none", d / "old", "arc_v2"),
+    "no source": lambda w, d: w.decompress_delta_into_source(d / "diff", d / "none", "arc_v2"),
+    "garbage": lambda w, d: w.decompress_delta_into_source(d / "garbage", d / "old", "arc_v2"),
+    "other format": lambda w, d: w.decompress_delta_into_source(d / "diff", d / "old", "arc_v1"),
+    "other source": lambda w, d: w.decompress_delta_into_source(d / "diff", d / "new", "arc_v3"),
+    "no base in place": lambda w, d: w.delta_decompress_inplace(
+        base_path=str(d / "none"), diff_path=str(d / "diff"), compression_format="arc_v2"
+    ),
+    "unknown format in place": lambda w, d: w.delta_decompress_inplace(
+        base_path=str(d / "old"), diff_path=str(d / "diff"), compression_format="nope"
+    ),
+    "no tensor": lambda w, d: w.delta_compress_dicts({"q": torch.zeros(3)}, {}, "arc_v2", False),
+    "other names": lambda w, d: w.delta_compress_dicts({"q": torch.zeros(3)}, {}, "arc_v2"),
+    "no text as checksum": lambda w, d: w.delta_decompress(
+        src=torch.zeros(3),
+        compressed_diff=w.delta_compress(
+            src=torch.zeros(3), dst=torch.ones(3), compression_format="arc_v2"
+        )[0],
+        checksum=5,
+        compression_format="arc_v2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_errors_are_what_the_packages_are(
+    what: str, real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # the package logs them
+    errors = []
+    for side in (real, fw):
+        folder = tmp_path / side.__name__
+        folder.mkdir()
+        old, new = {"w": torch.zeros(300).half()}, {"w": torch.ones(300).half()}
+        save(folder / "old", old)
+        save(folder / "new", {"w": torch.full((300,), -2.0).half()})
+        (folder / "garbage").write_bytes(b"garbage" * 99)
+        real.delta_compress_dicts_to_file(
+            src=old, dst=new, diff_file=str(folder / "diff"), compression_format="arc_v2"
+        )
+        call = WRONG[what]
+        errors.append(error_of(lambda: call(side, folder)))  # noqa: B023
+        shutil.rmtree(folder)
+    theirs, ours = errors
+    wanted = next(c for c in type(theirs).__mro__ if c.__module__ == "builtins")
+    assert isinstance(ours, wanted)
+    assert isinstance(ours, ThinwireError)
+    again = pickle.loads(pickle.dumps(ours))
+    assert (str(again), isinstance(again, wanted)) == (str(ours), True)
+
+
+@pytest.mark.parametrize("name", ["arc_v2", "arc_v3", "thinwire"])
+def test_processes_change_nothing(name: str, files: tuple[str, str], tmp_path: Path) -> None:
+    old, new = make_tensors()
+    alone = fw.delta_compress_dicts(old, new, name)
+    diff_file = str(tmp_path / "diff.safetensors")
+    pool: Executor
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        pooled = fw.delta_compress_dicts(old, new, name, True, None, pool)
+        check_same(pooled[0], alone[0])
+        assert pooled[1] == alone[1]
+        fw.delta_compress_files_to_file(
+            src=files[0],
+            dst=files[1],
+            diff_file=diff_file,
+            compression_format=name,
+            executor=pool,
+        )
+        got = fw.delta_decompress_dict_from_file(
+            src=old, diff_file=diff_file, compression_format=name, executor=pool
+        )
+        check_same(got, new)
+        with pytest.raises(fw.DeltaChecksumError, match="'w'"):
+            fw.delta_decompress_dict_from_file(
+                src=old | {"w": old["w"] + 9},
+                diff_file=diff_file,
+                compression_format=name,
+                executor=pool,
+            )
+
+
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_executors_change_nothing(name: str, files: tuple[str, str], tmp_path: Path) -> None:
     old, new = make_tensors()
@@ -259,5 +365,5 @@ def test_a_failed_write_leaves_the_file(files: tuple[str, str], tmp_path: Path) 
 
 
 def test_importing_it_imports_no_torch() -> None:
-    assert "torch" not in vars(dropin)
-    assert MISSING
+    code = "import sys, thinwire.interop.fireworks; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -175,6 +175,72 @@ def test_chains_of_other_names(chain: Path) -> None:
     assert folder.list_versions(chain / "a" / "none") == []
 
 
+def renamed(chain: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        (chain / f"step-{number:08d}").rename(chain / name)
+    return chain
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("qwen3-8b-step-0", "qwen3-8b-step-1", "qwen3-8b-step-2"),
+        ("step-9-of-10", "step-10-of-10", "step-11-of-10"),
+        ("base-0", "step-1", "step-2"),
+        ("v00000000-0a1b2c3d", "v00000001-99999999", "v00000002-00000000"),
+        ("step-00000000", "v00000001-1e9d0c1b", "v00000010-1e9d0c1b-full-1"),
+        ("a", "b", "c"),
+    ],
+)
+def test_every_snapshot_is_in_its_order(chain: Path, names: tuple[str, ...]) -> None:
+    if names[-1].endswith("-full-1"):
+        full = write_checkpoint(chain.parent / "full", MIXED_NEW)
+        brought(folder.write_full(full, chain, version=10, identity=names[-1]), chain)
+        names = (*names[:-1], "v00000010-1e9d0c1b", names[-1])
+    renamed(chain, *names[:3])
+    rows = folder.list_versions(chain)
+    wanted = [name for name in names if f"{name}-full-1" not in names]
+    assert [row.name for row in rows] == wanted
+    assert [row.base_version is None for row in rows][:2] == [True, False]
+    for row, before in zip(rows[1:], rows, strict=False):
+        assert row.base_version in (before.version, None)
+        assert row.version > before.version
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("v1", "v2-retry1", "v3"), "unlike numbers"),
+        (("v0", "v1", "w1"), "'v1' and 'w1' both have the number 1"),
+        (("run1-step-0", "run1-step-1", "run2-step-1"), "more than one number"),
+        (("first", "step-1", "step-2"), "unlike numbers"),
+        (("v00000000-0a1b2c3d", "v00000001-0a1b2c3d", "v00000001-0a1b2c3e"), "both have"),
+        (("step-0", "step-1", "step-1-full-1"), "is incremental, but its name says"),
+    ],
+)
+def test_names_without_an_order_lose_nothing(
+    chain: Path, names: tuple[str, ...], reason: str
+) -> None:
+    renamed(chain, *names)
+    if reason == "more than one number":
+        (chain / names[2]).rename(chain / "run2-step-2")
+    with pytest.raises(InvalidArgument, match=reason):
+        folder.list_versions(chain)
+
+
+def test_the_number_of_one_snapshot(chain: Path) -> None:
+    for name, number in (
+        ("qwen3-8b-step-7", 7),
+        ("v00000012-00c0ffee-full-3", 12),
+        ("step-00000004", 4),
+        ("final", None),
+    ):
+        (chain / "step-00000001").rename(chain / name)
+        with open_fireworks(chain / name) as delta:
+            assert delta.facts.version == number
+        (chain / name).rename(chain / "step-00000001")
+
+
 def test_a_chain_that_begins_with_a_delta(chain: Path) -> None:
     (chain / "step-00000000").rename(chain.parent / "elsewhere")
     assert [row.base_version for row in folder.list_versions(chain)] == [0, 1]

@@ -116,9 +116,10 @@ class Arc:
 
 
 class OwnArc:
-    """One ARC format as thinwire writes it: no larger than the package's, and faster.
+    """One ARC format as thinwire writes it: never larger than the package's smallest payload.
 
-    So its sizes stand for the package's, its speeds do not.
+    So its sizes stand for the package's. Its speeds do not: for sparse updates it is faster, but
+    where most elements changed the package as shipped, which keeps what is done first, is.
     """
 
     note = f"written by thinwire, as {_PACKAGE} is not installed: its speeds are not the package's"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import zlib
 
 import numpy as np
@@ -11,21 +9,11 @@ import numpy as np
 from thinwire.checkpoint.disk import ByteArray
 from thinwire.codec.zstd import compress, decompress
 from thinwire.errors import Corrupt
+from thinwire.interop.fireworks.zstd_jobs import compress_as_package
 from thinwire.interop.foreign import rule_broken
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
 # The package always takes level 3. Level 1 is often smaller here, where nearly all bytes are 0.
 _FAST_LEVEL, _PACKAGE_LEVEL = 1, 3
-# Beyond this size the package's zstd works in jobs, which cut blocks elsewhere: where more than a
-# few bytes changed, that is a little larger or smaller.
-_JOB_BYTES = 512 << 10
-# Of each thread the compressor that works in jobs: to take its memory anew costs as much as its
-# work. What it makes does not depend on what it made before.
-_kept = threading.local()
 
 
 def encode_zlib(base: ByteArray, new: ByteArray) -> bytes:
@@ -36,28 +24,13 @@ def encode_zlib(base: ByteArray, new: ByteArray) -> bytes:
 def encode_zstd(base: ByteArray, new: ByteArray) -> bytes:
     """An arc_v2 payload: the smaller one of two levels, the first where they are equal."""
     difference = np.bitwise_xor(base, new).data
-    return min(compress(difference, _FAST_LEVEL), _compress_as_package(difference), key=len)
+    as_package = compress_as_package(difference, _PACKAGE_LEVEL)
+    return min(compress(difference, _FAST_LEVEL), as_package, key=len)
 
 
 def encode_zstd_as_package(base: ByteArray, new: ByteArray) -> bytes:
     """An arc_v2 payload, byte for byte the package's where its zstd is of this release."""
-    return _compress_as_package(np.bitwise_xor(base, new).data)
-
-
-def _compress_as_package(data: memoryview) -> bytes:
-    if len(data) <= _JOB_BYTES:
-        return compress(data, _PACKAGE_LEVEL)
-    compressor = getattr(_kept, "compressor", None)
-    if compressor is None:
-        # One worker makes the bytes of any number of them.
-        names = zstd.CompressionParameter
-        options: dict[int, int] = {names.compression_level: _PACKAGE_LEVEL, names.nb_workers: 1}
-        compressor = zstd.ZstdCompressor(options=options)
-    # Kept only once it is done: one that failed half-way is not used again.
-    _kept.compressor = None
-    packed = bytes(compressor.compress(data, zstd.ZstdCompressor.FLUSH_FRAME))
-    _kept.compressor = compressor
-    return packed
+    return compress_as_package(np.bitwise_xor(base, new).data, _PACKAGE_LEVEL)
 
 
 def decode_zlib(base: ByteArray, payload: memoryview, where: str) -> ByteArray:

@@ -11,12 +11,13 @@ import bz2
 import json
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from thinwire.checkpoint.disk import ByteArray
-from thinwire.codec import _native, zstd
+from thinwire.codec import _native
 from thinwire.codec.digest import CHUNK_WORDS
 from thinwire.interop.fireworks.arc2 import encode_zstd, encode_zstd_as_package
 from thinwire.interop.fireworks.layout import (
@@ -25,19 +26,25 @@ from thinwire.interop.fireworks.layout import (
     BLOB_FORMAT,
     BLOB_TENSOR,
     ENVELOPE_MARK,
+    ITEM_BYTES,
     FloatLayout,
     rows_of,
     written_layout,
 )
 from thinwire.interop.fireworks.pickle_write import OpenTable, Unshared, bytes_head, write_pickle
+from thinwire.interop.fireworks.zstd_jobs import compress_as_package
 
 _ZSTD_LEVEL = 1
 _BLOB_ALIGNMENT = 8
 _SMALL_BYTES = 1 << 16
 
 
+# So many changes are put into rows at once.
+_CHUNK = 1 << 20
+
+
 class _Changes(NamedTuple):
-    """Where words differ (int64, rising), and there the old and the new ones."""
+    """Where words differ (rising), and there the old and the new ones."""
 
     positions: np.ndarray
     old: np.ndarray
@@ -61,8 +68,7 @@ def encode_arc3(
     # Only small tensors, or none of a layout, are worth a second level: others win by their list.
     is_small = layout is None or new.size <= _SMALL_BYTES
     packed = (encode_zstd if is_small else encode_zstd_as_package)(base, new)
-    blob = _blob(packed, checksum)
-    return min((*candidates, blob), key=len)
+    return min(chain(candidates, (_blob(packed, checksum),)), key=len)
 
 
 def _envelopes(
@@ -79,13 +85,19 @@ def _envelopes(
     if not changes.positions.size:
         yield from _packed(write_pickle(fields))
         return
+    positions = changes.positions
     table = OpenTable(fields | _values(changes, layout))
-    for indices in (_flat_indices(changes.positions), _row_indices(changes.positions, shape)):
-        yield from _packed(table.write_with("indices", indices))
+    # The words are in the table now; several times their bytes follow.
+    del changes
+    yield from _packed(table.write_with("indices", _flat_indices(positions)))
+    yield from _packed(table.write_with("indices", _row_indices(positions, shape)))
 
 
 def _packed(raw: bytes) -> Iterator[bytes]:
-    for codec, data in (("zstd", zstd.compress(raw, _ZSTD_LEVEL)), ("bz2", bz2.compress(raw, 9))):
+    for codec, data in (
+        ("zstd", compress_as_package(raw, _ZSTD_LEVEL)),
+        ("bz2", bz2.compress(raw, 9)),
+    ):
         yield _envelope(codec.encode(), data)
 
 
@@ -111,12 +123,13 @@ def _find_changes(base: ByteArray, new: ByteArray, word: np.dtype[Any]) -> _Chan
     room = min(old_words.size, CHUNK_WORDS)
     places, found = np.empty(room, np.uint32), np.empty(room * word.itemsize, np.uint8)
     positions, values = [], []
+    kind = np.dtype(np.int32 if old_words.size < 1 << 31 else np.int64)
     for start in range(0, old_words.size, CHUNK_WORDS):
         old, changed = (
             words[start : start + CHUNK_WORDS].view(np.uint8) for words in (old_words, new_words)
         )
         count = _native.find_changes(old, changed, word.itemsize, places, found)
-        positions.append(places[:count].astype(np.int64) + start)
+        positions.append(places[:count].astype(kind) + kind.type(start))
         values.append(found[: count * word.itemsize].view(word).copy())
     all_positions = np.concatenate(positions)
     return _Changes(all_positions, old_words[all_positions], np.concatenate(values))
@@ -130,22 +143,16 @@ def _as_words(data: ByteArray, word: np.dtype[Any]) -> np.ndarray:
 def _values(changes: _Changes, layout: FloatLayout) -> dict[str, Any]:
     """What becomes of the changed elements: their mantissas, and whole words where more changed."""
     mask = (1 << layout.mantissa_bits) - 1
-    # Wide enough for the difference of two mantissas, and for its sign.
-    old, new = changes.old.astype(np.int32), changes.new.astype(np.int32)
-    is_exception = (old ^ new) & ~mask != 0
-    difference = (new & mask) - (old & mask)
+    is_exception = (changes.old ^ changes.new) > mask
     best: tuple[str, dict[str, Any]] | None = None
     best_bytes = 0
-    for transform, symbols in (
-        ("raw", new & mask),
-        ("xor", (old ^ new) & mask),
-        ("zigzag", (difference << 1) ^ (difference >> 31)),
-    ):
+    for transform in ("raw", "xor", "zigzag"):
+        symbols = _symbols(transform, changes, mask)
         symbols[is_exception] = 0
         numbers = _numbers(symbols)
         # As the package chooses: by what zstd alone would make of them.
         pickled = _stream_table(numbers["dtype"]).write_with("data", numbers["data"])
-        packed_bytes = len(zstd.compress(pickled, _ZSTD_LEVEL))
+        packed_bytes = len(compress_as_package(pickled, _ZSTD_LEVEL))
         if best is None or packed_bytes < best_bytes:
             best, best_bytes = (transform, numbers), packed_bytes
     assert best is not None
@@ -164,6 +171,24 @@ def _values(changes: _Changes, layout: FloatLayout) -> dict[str, Any]:
     }
 
 
+def _symbols(transform: str, changes: _Changes, mask: int) -> np.ndarray:
+    """What is written for each changed mantissa: it fits a word, as a sign takes one bit more."""
+    symbols = np.empty_like(changes.new)
+    if transform == "raw":
+        np.bitwise_and(changes.new, mask, out=symbols)
+        return symbols
+    if transform == "xor":
+        np.bitwise_xor(changes.old, changes.new, out=symbols)
+        symbols &= mask
+        return symbols
+    for start in range(0, symbols.size, _CHUNK):
+        piece = slice(start, start + _CHUNK)
+        old, new = ((words[piece] & mask).astype(np.int32) for words in changes[1:])
+        difference = new - old
+        symbols[piece] = (difference << 1) ^ (difference >> 31)
+    return symbols
+
+
 def _stream_head(dtype: str) -> dict[str, Any]:
     return {"kind": "raw", "dtype": Unshared(dtype)}
 
@@ -180,8 +205,46 @@ def _flat_indices(positions: np.ndarray) -> dict[str, Any]:
 def _row_indices(positions: np.ndarray, shape: tuple[int, ...]) -> dict[str, Any]:
     """How many changes each row has; then of each that has some, their width and differences."""
     row_count, row_width = rows_of(shape)
+    counts = np.zeros(row_count, positions.dtype)
+    rows = b"".join(_write_rows(positions, row_width, counts))
+    counted = _numbers(counts)
+    return {
+        "kind": "row",
+        "shape": shape,
+        "n_rows": row_count,
+        "row_width": row_width,
+        "count_dtype": counted["dtype"],
+        "data": counted["data"] + rows,
+    }
+
+
+def _write_rows(positions: np.ndarray, row_width: int, counts: np.ndarray) -> Iterator[bytes]:
+    """The bytes of some whole rows at a time; notes how many changes each row has."""
+    start = 0
+    while start < positions.size:
+        stop = min(start + _CHUNK, positions.size)
+        if stop < positions.size:
+            row = int(positions[stop]) // row_width
+            stop = int(np.searchsorted(positions, positions.dtype.type(row * row_width)))
+            if stop <= start:  # one row is larger
+                after = positions[start] // row_width * row_width + (row_width - 1)
+                stop = int(np.searchsorted(positions, after, "right"))
+        yield _row_group(positions[start:stop], row_width, counts)
+        start = stop
+
+
+def _row_group(positions: np.ndarray, row_width: int, counts: np.ndarray) -> bytes:
+    first = int(positions[0]) // row_width
+    if int(positions[-1]) // row_width == first:
+        counts[first] = positions.size
+        differences = _differences(positions)
+        differences[0] -= first * row_width
+        numbers = _numbers(differences)
+        data: bytes = numbers["data"]
+        return bytes((ITEM_BYTES[numbers["dtype"]],)) + data
     rows, columns = np.divmod(positions, row_width)
-    counted = _numbers(np.bincount(rows, minlength=row_count))
+    held = np.bincount(rows - first)
+    counts[first : first + held.size] = held
     starts = np.concatenate(([0], np.flatnonzero(rows[1:] != rows[:-1]) + 1))
     lengths = _differences(np.append(starts, positions.size))[1:]
     differences = _differences(columns)
@@ -198,14 +261,7 @@ def _row_indices(positions: np.ndarray, shape: tuple[int, ...]) -> dict[str, Any
     for number in range(1, int(widths.max())):
         has_byte = np.flatnonzero(width_of > number)
         stream[places[has_byte] + number] = (differences[has_byte] >> (8 * number)).astype(np.uint8)
-    return {
-        "kind": "row",
-        "shape": shape,
-        "n_rows": row_count,
-        "row_width": row_width,
-        "count_dtype": counted["dtype"],
-        "data": counted["data"] + stream.tobytes(),
-    }
+    return stream.tobytes()
 
 
 def _differences(rising: np.ndarray) -> np.ndarray:

@@ -1,13 +1,15 @@
 """Reads arc_v3 without running anything that the payload holds.
 
 All numbers are compared with the base's size before memory is taken for them: a payload can never
-unpack to more than ``_unpacked_limit``, a few times the tensor's own bytes.
+unpack to more than ``_unpacked_limit``, nine times a BF16 tensor's own bytes, 21 times those of an
+8-bit one whose rows are of one element. A hostile payload can ask for that. What is written where
+all of a BF16 tensor changed unpacks to about its own bytes, and reading it takes four times them.
 """
 
 from __future__ import annotations
 
 import bz2
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +19,14 @@ from thinwire.codec import zstd
 from thinwire.errors import (
     ChecksumMismatch,
     Corrupt,
-    FormatError,
     LimitExceeded,
     TensorMismatch,
     Truncated,
     Unsupported,
 )
 from thinwire.interop.fireworks.arc2 import decode_zstd
+from thinwire.interop.fireworks.arc3_fields import SYSTEM, Fields, Numbers
+from thinwire.interop.fireworks.arc3_positions import CHUNK, read_indices, read_rising
 from thinwire.interop.fireworks.layout import (
     ARC3_VERSION,
     BLOB_FALLBACK,
@@ -32,7 +35,6 @@ from thinwire.interop.fireworks.layout import (
     CODEBOOK_SIZE,
     ENVELOPE_MARK,
     ESCAPE_CODE,
-    ITEM_BYTES,
     FloatLayout,
     checksum_of,
     read_layout,
@@ -42,12 +44,11 @@ from thinwire.interop.foreign import rule_broken
 from thinwire.interop.payloads import declared_bytes
 from thinwire.interop.pickles import read_pickle
 
-SYSTEM = "Fireworks arc_v3"
 _MAX_OPCODES = 1 << 10
 _FRAME_BYTES = 1 << 16
 _MAX_BLOB_HEADER_BYTES = 1 << 16
-_WIDTHS = (1, 2, 4, 8)
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
+_MAX_SHOWN_EXTENTS = 16
+_BASE_HINT = "Give the checkpoint that it was made from, or fetch it again"
 
 
 def decode_arc3(
@@ -67,63 +68,8 @@ def decode_arc3(
         checksum = fields.text("checksum")
     if (actual := checksum_of(new)) != checksum:
         rule = f"the new bytes have the Adler-32 {actual}, the payload says {checksum[:20]}"
-        hint = "Give the checkpoint that it was made from, or fetch it again"
-        raise rule_broken(SYSTEM, rule, file=where, error=ChecksumMismatch, hint=hint)
+        raise rule_broken(SYSTEM, rule, file=where, error=ChecksumMismatch, hint=_BASE_HINT)
     return new
-
-
-class _Fields(NamedTuple):
-    """A table of the payload; what is asked of it must be there, and of that type."""
-
-    table: dict[str | int, Any]
-    where: str
-
-    def number(self, key: str, limit: int) -> int:
-        value = self._get(key)
-        if type(value) is not int or value < 0:
-            raise self.fault(f"its {key} is no count")
-        if value > limit:
-            raise self.fault(f"its {key} is {value}, beyond {limit}", LimitExceeded)
-        return value
-
-    def text(self, key: str) -> str:
-        value = self._get(key)
-        if not isinstance(value, str):
-            raise self.fault(f"its {key} is no text")
-        return value
-
-    def data(self, key: str) -> ByteArray:
-        value = self._get(key)
-        if not isinstance(value, memoryview):
-            raise self.fault(f"its {key} is no run of bytes")
-        return np.frombuffer(value, np.uint8)
-
-    def fields(self, key: str) -> _Fields:
-        value = self._get(key)
-        if not isinstance(value, dict):
-            raise self.fault(f"its {key} is no table")
-        return _Fields(value, self.where)
-
-    def item_bytes(self, key: str) -> int:
-        name = self.text(key)
-        if name not in ITEM_BYTES:
-            raise self.fault(f"its {key} is {name[:40]!r}, no unsigned integer", Unsupported)
-        return ITEM_BYTES[name]
-
-    def numbers(self, count: int) -> Numbers:
-        """The ``count`` numbers in ``data``, of the type in ``dtype``."""
-        width, data = self.item_bytes("dtype"), self.data("data")
-        if data.size != count * width:
-            raise self.fault(f"{data.size} bytes of numbers are not {count} of {width} bytes")
-        return data.view(f"<u{width}").astype(np.int64)
-
-    def fault(self, rule: str, error: type[FormatError] = Corrupt) -> FormatError:
-        return rule_broken(SYSTEM, rule, file=self.where, error=error)
-
-    def _get(self, key: str) -> Any:
-        if key not in self.table:
-            raise self.fault(f"it has no {key}")
-        return self.table[key]
 
 
 def _decode_blob(base: ByteArray, payload: memoryview, where: str) -> tuple[ByteArray, str]:
@@ -154,11 +100,11 @@ def _decode_blob(base: ByteArray, payload: memoryview, where: str) -> tuple[Byte
 
 def _open_envelope(
     envelope: memoryview, dtype: str, size_bytes: int, shape: tuple[int, ...], where: str
-) -> _Fields:
+) -> Fields:
     table = read_pickle(envelope, what=f"{where}: the envelope", max_opcodes=_MAX_OPCODES)
     if not isinstance(table, dict):
         raise rule_broken(SYSTEM, "the envelope is no table", file=where)
-    outer = _Fields(table, where)
+    outer = Fields(table, where)
     codec, packed = outer.text("codec"), outer.data("data")
     limit = _unpacked_limit(dtype, size_bytes, shape)
     if codec == "zstd":
@@ -170,7 +116,7 @@ def _open_envelope(
     inner = read_pickle(raw, what=f"{where}: the body", max_opcodes=_MAX_OPCODES)
     if not isinstance(inner, dict):
         raise rule_broken(SYSTEM, "the body is no table", file=where)
-    return _Fields(inner, where)
+    return Fields(inner, where)
 
 
 def _unpacked_limit(dtype: str, size_bytes: int, shape: tuple[int, ...]) -> int:
@@ -189,7 +135,7 @@ def _unpacked_limit(dtype: str, size_bytes: int, shape: tuple[int, ...]) -> int:
     return count * (3 * index_bytes + 2 * layout.total_bits // 8 + 2) + row_bytes + _FRAME_BYTES
 
 
-def _unpack_zstd(packed: ByteArray, limit: int, fields: _Fields) -> bytes:
+def _unpack_zstd(packed: ByteArray, limit: int, fields: Fields) -> bytes:
     size_bytes = declared_bytes(packed)
     if size_bytes is None:
         raise fields.fault("the body is no zstd frame that says its size")
@@ -202,7 +148,7 @@ def _unpack_zstd(packed: ByteArray, limit: int, fields: _Fields) -> bytes:
         raise fields.fault(error.message) from None
 
 
-def _unpack_bz2(packed: memoryview, limit: int, fields: _Fields) -> bytes:
+def _unpack_bz2(packed: memoryview, limit: int, fields: Fields) -> bytes:
     unpacker = bz2.BZ2Decompressor()
     try:
         raw = unpacker.decompress(packed, limit + 1)
@@ -219,16 +165,17 @@ def _unpack_bz2(packed: memoryview, limit: int, fields: _Fields) -> bytes:
 
 
 def _decode_fields(
-    base: ByteArray, dtype: str, shape: tuple[int, ...], fields: _Fields
+    base: ByteArray, dtype: str, shape: tuple[int, ...], fields: Fields
 ) -> ByteArray:
     if fields.table.get("version", ARC3_VERSION) != ARC3_VERSION:
         raise fields.fault("its version is not 1", Unsupported)
     made_for, made_shape = fields.text("dtype"), fields.table.get("shape")
     layout = read_layout(dtype)
     if layout is None or made_for not in layout.torch_names or made_shape != shape:
+        shown = _shown_shape(made_shape)
         raise TensorMismatch(
-            f"{fields.where}: made for {made_for[:40]} {str(made_shape)[:80]}; the base is {dtype}"
-            f" {shape} ({SYSTEM} format)",
+            f"{fields.where}: made for {made_for[:40]} {shown}; the base is {dtype} {shape}"
+            f" ({SYSTEM} format)",
             hint="Give the checkpoint that it was made from",
         )
     strategy = fields.text("strategy")
@@ -239,119 +186,67 @@ def _decode_fields(
     return _decode_changes(base, layout, shape, fields)
 
 
+def _shown_shape(shape: Any) -> str:
+    """A shape for a message. What is none is not shown: it may be of any size and depth."""
+    if type(shape) is not tuple or len(shape) > _MAX_SHOWN_EXTENTS:
+        return "of no shape"
+    return str(shape) if all(type(extent) is int for extent in shape) else "of no shape"
+
+
 def _decode_changes(
-    base: ByteArray, layout: FloatLayout, shape: tuple[int, ...], fields: _Fields
+    base: ByteArray, layout: FloatLayout, shape: tuple[int, ...], fields: Fields
 ) -> ByteArray:
     for key, bits in (("mantissa_bits", layout.mantissa_bits), ("total_bits", layout.total_bits)):
         if fields.number(key, layout.total_bits) != bits:
             raise fields.fault(f"its {key} are not the {bits} of its dtype")
     new = base.copy()
     words = new.view(layout.word)
-    positions = _read_indices(fields.fields("indices"), words.size, shape)
+    positions = read_indices(fields.fields("indices"), words.size, shape)
     stream = fields.fields("mantissa_stream")
     symbols = _read_symbols(stream, positions.size)
-    exceptions = _read_rising(fields.fields("exception_positions"), positions.size)
+    exceptions = read_rising(fields.fields("exception_positions"), positions.size)
     values = fields.data("exception_values")
     if fields.text("exception_dtype") != layout.word:
         raise fields.fault("its exceptions are not of its dtype's width")
     if values.size * 8 != exceptions.size * layout.total_bits:
         raise fields.fault(f"{values.size} bytes of exceptions are not {exceptions.size} of them")
-    mask = (1 << layout.mantissa_bits) - 1
-    old = words[positions].astype(np.int64)
-    mantissas = _mantissas(old & mask, symbols, fields)
-    if mantissas.size and not 0 <= int(mantissas.min()) <= int(mantissas.max()) <= mask:
-        raise fields.fault("a mantissa leaves its bits")
-    words[positions] = (old & ~mask) | mantissas
-    words[positions[exceptions]] = values.view(layout.word)
+    transform = fields.text("transform")
+    for start in range(0, positions.size, CHUNK):
+        places = positions[start : start + CHUNK]
+        old = words[places].astype(np.int64)
+        coded = symbols[start : start + CHUNK].astype(np.int64)
+        words[places] = _with_mantissas(old, coded, transform, layout, fields)
+    new_words = values.view(layout.word)
+    for start in range(0, exceptions.size, CHUNK):
+        places = positions[exceptions[start : start + CHUNK]]
+        words[places] = new_words[start : start + CHUNK]
     return new
 
 
-def _mantissas(old: Numbers, symbols: Numbers, fields: _Fields) -> Numbers:
-    transform = fields.text("transform")
-    if transform == "raw":
-        return symbols
+def _with_mantissas(
+    old: Numbers, symbols: Numbers, transform: str, layout: FloatLayout, fields: Fields
+) -> Numbers:
+    """Old words with their new mantissas."""
+    mask = (1 << layout.mantissa_bits) - 1
+    largest = {"raw": mask, "xor": mask, "zigzag": 2 * mask}.get(transform)
+    if largest is None:
+        raise fields.fault(f"its transform is {transform[:40]!r}", Unsupported)
+    if symbols.size and not 0 <= int(symbols.min()) <= int(symbols.max()) <= largest:
+        raise fields.fault("a mantissa leaves its bits")
+    mantissas: Numbers = symbols
     if transform == "xor":
-        return old ^ symbols
-    if transform == "zigzag":
-        return old + ((symbols >> 1) ^ -(symbols & 1))
-    raise fields.fault(f"its transform is {transform[:40]!r}", Unsupported)
+        mantissas = (old & mask) ^ symbols
+    elif transform == "zigzag":
+        mantissas = (old & mask) + ((symbols >> 1) ^ -(symbols & 1))
+        if mantissas.size and not 0 <= int(mantissas.min()) <= int(mantissas.max()) <= mask:
+            # Such a step is possible, but not from what the base has there.
+            rule = "a mantissa leaves its bits: the base is not the one that it was made from"
+            where = fields.where
+            raise rule_broken(SYSTEM, rule, file=where, error=ChecksumMismatch, hint=_BASE_HINT)
+    return (old & ~mask) | mantissas
 
 
-def _read_rising(fields: _Fields, limit: int) -> Numbers:
-    """Rising numbers below ``limit``, from the differences between them."""
-    differences = fields.numbers(fields.number("count", limit))
-    _check_steps(differences, np.zeros(min(differences.size, 1), np.int64), limit, fields)
-    rising = np.cumsum(differences)
-    # No step is larger than the limit, so a sum that wraps around was seen beyond it before.
-    if rising.size and (int(rising.min()) < 0 or int(rising.max()) >= limit):
-        raise fields.fault(f"a position lies beyond {limit}")
-    return rising
-
-
-def _check_steps(differences: Numbers, starts: Numbers, limit: int, fields: _Fields) -> None:
-    """Every difference but the first of a run must be a step up, and none beyond the limit."""
-    is_wrong = differences < 1
-    is_wrong[starts] = differences[starts] < 0
-    if is_wrong.any() or (differences >= max(limit, 1)).any():
-        raise fields.fault("positions do not rise, or lie beyond the tensor")
-
-
-def _read_indices(fields: _Fields, word_count: int, shape: tuple[int, ...]) -> Numbers:
-    kind = fields.text("kind") if "kind" in fields.table else "flat"
-    if kind == "flat":
-        return _read_rising(fields, word_count)
-    if kind != "row":
-        raise fields.fault(f"its indices are of the kind {kind[:40]!r}", Unsupported)
-    row_count, row_width = rows_of(shape)
-    if (fields.number("n_rows", row_count), fields.number("row_width", row_width)) != (
-        row_count,
-        row_width,
-    ):
-        raise fields.fault(f"its rows are not the {row_count} of {row_width} that its shape has")
-    return _read_rows(fields, row_count, row_width)
-
-
-def _read_rows(fields: _Fields, row_count: int, row_width: int) -> Numbers:
-    width, data = fields.item_bytes("count_dtype"), fields.data("data")
-    at = row_count * width
-    if data.size < at:
-        raise fields.fault("its indices end among the rows' counts", Truncated)
-    counts = data[:at].view(f"<u{width}").astype(np.int64)
-    if (counts < 0).any() or (counts > row_width).any():
-        raise fields.fault(f"a row of {row_width} elements has more changes than that")
-    rows = np.flatnonzero(counts)
-    lengths = counts[rows]
-    # Only what lies before a row says where it is, so its widths are found one by one.
-    widths = np.empty(rows.size, np.int64)
-    heads = np.empty(rows.size, np.int64)
-    raw = data.data
-    for number, length in enumerate(lengths.tolist()):
-        if at >= len(raw) or raw[at] not in _WIDTHS:
-            raise fields.fault("its indices end early, or a row's numbers have no known width")
-        widths[number] = raw[at]
-        heads[number] = at + 1
-        at += 1 + length * raw[at]
-    if at != len(raw):
-        raise fields.fault(f"its indices take {at} bytes of {len(raw)}")
-    starts = np.cumsum(lengths) - lengths
-    within = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
-    width_of = np.repeat(widths, lengths)
-    places = np.repeat(heads, lengths) + within * width_of
-    differences = np.zeros(within.size, np.int64)
-    for number in range(int(widths.max(initial=0))):
-        has_byte = width_of > number
-        differences[has_byte] |= data[places[has_byte] + number].astype(np.int64) << (8 * number)
-    _check_steps(differences, starts, row_width, fields)
-    running = np.cumsum(differences)
-    before = running[starts] - differences[starts]
-    columns = running - np.repeat(before, lengths)
-    if columns.size and (int(columns.min()) < 0 or int(columns.max()) >= row_width):
-        raise fields.fault(f"a position lies beyond a row of {row_width}")
-    positions: Numbers = columns + np.repeat(rows, lengths) * row_width
-    return positions
-
-
-def _read_symbols(fields: _Fields, count: int) -> Numbers:
+def _read_symbols(fields: Fields, count: int) -> Numbers:
     """One number per change: a mantissa, or its difference from the old one."""
     kind = fields.text("kind")
     if kind == "raw":
@@ -366,7 +261,7 @@ def _read_symbols(fields: _Fields, count: int) -> Numbers:
     bits = np.unpackbits(packed, count=3 * count, bitorder="little").reshape(count, 3)
     codes = bits @ np.array([1, 2, 4], np.uint8)
     escapes = np.flatnonzero(codes == ESCAPE_CODE)
-    exceptions = _read_rising(fields.fields("exception_positions"), count)
+    exceptions = read_rising(fields.fields("exception_positions"), count)
     values = fields.data("exception_values")
     if not np.array_equal(escapes, exceptions) or values.size != escapes.size:
         raise fields.fault("its escape codes are not its exceptions")
@@ -374,6 +269,6 @@ def _read_symbols(fields: _Fields, count: int) -> Numbers:
     if (codes >= max(book.size, 1)).any() or (book.size == 0 and escapes.size < count):
         raise fields.fault("a code is not in its code book")
     known = book if book.size else np.zeros(1, np.uint8)
-    symbols: Numbers = known[codes].astype(np.int64)
+    symbols: Numbers = known[codes]
     symbols[escapes] = values
     return symbols

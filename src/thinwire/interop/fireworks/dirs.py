@@ -46,16 +46,18 @@ def delta_compress_dirs(
     """Write the incremental snapshot that leads from one checkpoint folder to another.
 
     Weights files are paired by name; config, tokenizer and the like are those of ``dst``. The
-    folder appears once it is whole.
+    folder appears once it is whole. Folders in them are refused, whatever they hold.
 
     Args:
         src: The old checkpoint.
         dst: The new one.
-        diff_dir: The folder to write; it may exist if it is empty.
+        diff_dir: The folder to write; it may exist if it is empty. The package adds to one that is
+            not.
         compression_format: See :func:`thinwire.interop.fireworks.delta_compress`.
         executor: Runs the work of each weights file, in threads or processes; None: one after the
-            other.
-        allow_one_sided: Go on where a file is on one side only, and say so in what is returned.
+            other, where the package starts four processes.
+        allow_one_sided: Go on where a file, hidden or not, is on one side only, and say so in what
+            is returned.
 
     Returns:
         The files that are on one side only: none, unless they are allowed.

@@ -22,6 +22,7 @@ from thinwire.interop.fireworks.errors import (
     DeltaKeyMismatchError,
     DeltaSizeMismatchError,
     package_errors,
+    runtime_errors,
 )
 from thinwire.interop.fireworks.folder import open_fireworks
 from thinwire.interop.fireworks.in_place import update_weights_file
@@ -100,7 +101,7 @@ def delta_compress_dicts(
         compression_format: See there.
         must_match: Whether both must have the same names; else ``dst`` may have more.
         device: Taken for the package's sake: tensors are compared on the host.
-        executor: Threads for the work of each tensor; None: one after the other.
+        executor: Threads or processes for the work of each tensor; None: one after the other.
 
     Raises:
         DeltaKeyMismatchError: The names differ.
@@ -108,11 +109,8 @@ def delta_compress_dicts(
     """
     del device
     _check_names(src, dst, must_match, "src and dst")
-
-    def compress(name: str) -> tuple[Any, str]:
-        return delta_compress(src=src[name], dst=dst[name], compression_format=compression_format)
-
-    done = dict(zip(src, _run(executor, compress, src), strict=True))
+    calls = ((src[name], dst[name], compression_format) for name in src)
+    done = dict(zip(src, _run(executor, _compress, calls), strict=True))
     return {n: one[0] for n, one in done.items()}, {n: one[1] for n, one in done.items()}
 
 
@@ -176,7 +174,7 @@ def delta_decompress_dict_from_file(
         diff_file: The delta file.
         compression_format: How it is coded.
         device: Where the new tensors are to be; None: on the CPU.
-        executor: Threads for the work of each tensor; None: one after the other.
+        executor: Threads or processes for the work of each tensor; None: one after the other.
         must_match: Whether ``src`` must have the names of the file; else it may have more.
 
     Raises:
@@ -185,14 +183,11 @@ def delta_decompress_dict_from_file(
     """
     with package_errors(), open_fireworks(diff_file, compression_format) as delta:
         _check_names(delta.tensors, src, must_match, f"src and {diff_file}")
-
-        def decompress(name: str) -> Any:
-            with package_errors():
-                old = _bits(src[name])
-                new = delta.decode(name, _stored(old))
-            return _restored(src[name], old, new).to(device or "cpu")
-
-        return dict(zip(delta.tensors, _run(executor, decompress, delta.tensors), strict=True))
+        calls = (
+            (src[name], *delta.payload(name), delta.compression_format, device or "cpu")
+            for name in delta.tensors
+        )
+        return dict(zip(delta.tensors, _run(executor, _decompress, calls), strict=True))
 
 
 def delta_decompress_inplace(*, base_path: str, diff_path: str, compression_format: str) -> None:
@@ -205,6 +200,7 @@ def delta_decompress_inplace(*, base_path: str, diff_path: str, compression_form
         DeltaKeyMismatchError: Base and delta do not hold tensors of the same names.
         DeltaChecksumError, DeltaDecompressionError, DeltaSizeMismatchError: The delta is damaged,
             or was made from another base. The file is as it was.
+        NotFound: There is no such file.
         BaseUnusable: The file is a link or has two names, or somebody else is updating it.
         StoreError: A file cannot be read or written.
     """
@@ -224,13 +220,15 @@ def decompress_delta_into_source(
         executor: Taken for the package's sake: the disk, not the decoding, takes the time.
 
     Raises:
-        ThinwireError: As there.
+        ThinwireError: As there; and each is a ``RuntimeError`` too, as all of the package's are.
     """
     del executor
-    delta_decompress_inplace(
-        base_path=src, diff_path=diff_file, compression_format=compression_format
-    )
-    return {name: _torch_tensor(one) for name, one in SafetensorsFile.open(src).tensors.items()}
+    with runtime_errors():
+        delta_decompress_inplace(
+            base_path=src, diff_path=diff_file, compression_format=compression_format
+        )
+        tensors = SafetensorsFile.open(src).tensors
+        return {name: _torch_tensor(one) for name, one in tensors.items()}
 
 
 def compress_files(
@@ -249,12 +247,10 @@ def compress_files(
     format_named(compression_format)
     old, new = SafetensorsFile.open(src).tensors, SafetensorsFile.open(dst).tensors
     _check_names(old, new, must_match, f"{src} and {dst}")
-
-    def compress(name: str) -> Encoded:
-        where = f"{dst}: tensor {name[:200]!r}"
-        return _encode(compression_format, old[name], new[name], where)
-
-    encoded = dict(zip(old, _run(executor, compress, old), strict=True))
+    calls = (
+        (compression_format, old[name], new[name], f"{dst}: tensor {name[:200]!r}") for name in old
+    )
+    encoded = dict(zip(old, _run(executor, _encode, calls), strict=True))
     payloads = {name: np.frombuffer(one.payload, np.uint8) for name, one in encoded.items()}
     checksums = {name: one.checksum for name, one in encoded.items()}
     write_diff_file(Path(diff_file), payloads, checksums)
@@ -289,13 +285,31 @@ def _encode(compression_format: str, old: StoredTensor, new: StoredTensor, where
     return encode(compression_format, old.data, new.data, new.dtype, new.shape)
 
 
+def _compress(src: Any, dst: Any, compression_format: str) -> tuple[Any, str]:
+    return delta_compress(src=src, dst=dst, compression_format=compression_format)
+
+
+def _decompress(
+    src: Any, payload: ByteArray, checksum: str, where: str, compression_format: str, device: Any
+) -> Any:
+    old = _bits(src)
+    with package_errors():
+        new = decode(
+            compression_format, old.data, old.dtype, old.shape, payload, checksum, where=where
+        )
+    return _restored(src, old, new).to(device)
+
+
 def _run(
-    executor: Executor | None, work: Callable[[str], Any], names: Iterable[str]
+    executor: Executor | None, work: Callable[..., Any], calls: Iterable[tuple[Any, ...]]
 ) -> Iterable[Any]:
-    """What ``work`` makes of each name, in order; on an executor all at once."""
+    """What ``work`` makes of each call's arguments, in order; on an executor all at once.
+
+    It is a function of a module, with all that it needs in its arguments: so processes can run it.
+    """
     if executor is None:
-        return map(work, names)
-    futures: list[Future[Any]] = [executor.submit(work, name) for name in names]
+        return (work(*call) for call in calls)
+    futures: list[Future[Any]] = [executor.submit(work, *call) for call in calls]
     return (future.result() for future in futures)
 
 

@@ -1,13 +1,15 @@
 """The exceptions of Fireworks' package by its own names, as part of thinwire's tree.
 
-The package raises plain ``ValueError``; its functions that work on whole files wrap that into
-``RuntimeError``. These are both, so code that catches either goes on working.
+The package raises plain ``ValueError``, and for a tensor that is not there ``KeyError``; its
+functions that read a delta file wrap that into ``RuntimeError``. These are all of them, so code
+that catches either goes on working.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from thinwire.errors import (
     BaseMismatch,
@@ -24,7 +26,7 @@ class BackendNotFoundError(InvalidArgument):
     """There is no compression format of that name."""
 
 
-class DeltaKeyMismatchError(TensorMismatch, ValueError, RuntimeError):
+class DeltaKeyMismatchError(TensorMismatch, ValueError, RuntimeError, KeyError):
     """Base and delta, or source and destination, do not hold tensors of the same names."""
 
 
@@ -53,6 +55,30 @@ def package_errors() -> Iterator[None]:
         raise _renamed(DeltaSizeMismatchError, error) from error
     except FormatError as error:
         raise _renamed(DeltaDecompressionError, error) from error
+
+
+@contextmanager
+def runtime_errors() -> Iterator[None]:
+    """Raise whatever thinwire raises inside as a ``RuntimeError`` too, of the same class else."""
+    try:
+        yield
+    except ThinwireError as error:
+        if isinstance(error, RuntimeError):
+            raise
+        raise _as_runtime(type(error), error.message, error.hint, error.context) from error
+
+
+def _as_runtime(
+    cls: type[ThinwireError], message: str, hint: str, context: dict[str, Any]
+) -> ThinwireError:
+    """An error of a class that is ``cls`` and ``RuntimeError``; made anew from these by pickle."""
+
+    def reduce(error: ThinwireError) -> tuple[Any, ...]:
+        return _as_runtime, (cls, error.message, error.hint, error.context)
+
+    both = type(cls.__name__, (cls, RuntimeError), {"__doc__": cls.__doc__, "__reduce__": reduce})
+    error: ThinwireError = both(message, hint=hint, **context)
+    return error
 
 
 def _renamed(cls: type[ThinwireError], error: ThinwireError) -> ThinwireError:

@@ -27,6 +27,7 @@ from thinwire.errors import (
     Unsupported,
 )
 from thinwire.interop.change import Change
+from thinwire.interop.fireworks.identities import order_of, stem_of, version_of
 from thinwire.interop.fireworks.payloads import decode, encode, format_named, sniff_format
 from thinwire.interop.foreign import (
     ChainVersion,
@@ -46,7 +47,6 @@ NAME = "fireworks"
 SYSTEM = "Fireworks"
 DEFAULT_FORMAT = "arc_v2"
 _SINGLE_NAME = "model.safetensors"
-_NUMBER = re.compile(r"\D*(\d{1,18})", re.ASCII)
 _CHECKSUM = re.compile(r"\d{1,10}", re.ASCII)
 
 
@@ -71,18 +71,17 @@ class FireworksDelta(ForeignDelta):
             self.compression_format = _sniffed(path, self._homes)
         else:
             self.compression_format = format_named(compression_format)
-        number = _NUMBER.match(path.name)
         self._facts = Facts(
             format=NAME,
             encoding=self.compression_format,
-            version=int(number[1]) if number and path.is_dir() else None,
+            version=version_of(path.name) if path.is_dir() else None,
             file_bytes=sum(file.header.file_bytes for file in weights.values()),
             metadata={"identity": path.name} if path.is_dir() else {},
         )
 
     @property
     def facts(self) -> Facts:
-        """What it says of itself; a snapshot's version is the first number in its identity."""
+        """What it says of itself; a snapshot's version is the last number in its identity."""
         return self._facts
 
     @property
@@ -106,10 +105,14 @@ class FireworksDelta(ForeignDelta):
         Raises:
             FormatError, TensorMismatch: As :meth:`new_tensor`.
         """
-        file = self._homes[name]
-        payload, checksum = file.tensors[name].data, file.metadata[name]
-        where = f"{file.path}: tensor {name[:200]!r}"
+        payload, checksum, where = self.payload(name)
         return decode(self.compression_format, base.data, *base[:2], payload, checksum, where=where)
+
+    def payload(self, name: str) -> tuple[ByteArray, str, str]:
+        """A tensor's payload, the checksum of its new bits, and where it lies, for messages."""
+        file = self._homes[name]
+        where = f"{file.path}: tensor {name[:200]!r}"
+        return file.tensors[name].data, file.metadata[name], where
 
     def close(self) -> None:
         """Let go of the files."""
@@ -169,9 +172,15 @@ def is_delta(path: Path) -> bool:
 def list_versions(folder: Path) -> list[ChainVersion]:
     """The snapshots in a folder of snapshots, oldest first; [] where none of them is incremental.
 
-    Their order is that of the first number in their identities, or else of their names; each
-    incremental one is taken to be made from the one before it. Of two with one number the full one
-    counts: it was sent because the other failed.
+    Their order is that of the one number that differs between their identities, or of their names
+    where they have no numbers; each incremental one is taken to be made from the one before it.
+    Of several that are called alike but for ``-full-1`` and so on, the last full one counts: it was
+    sent because the others failed.
+
+    Raises:
+        InvalidArgument: The names do not say the order: two have the same number, or more than one
+            number differs.
+        StoreError: The folder cannot be listed.
     """
     if not folder.is_dir():
         return []
@@ -180,19 +189,21 @@ def list_versions(folder: Path) -> list[ChainVersion]:
     snapshots = [(path, is_delta(path)) for path in paths if _has_weights(path)]
     if not any(is_incremental for _, is_incremental in snapshots):
         return []
-    numbers = [_NUMBER.match(path.name) for path, _ in snapshots]
-    if all(numbers):
-        by_number: dict[int, tuple[Path, bool]] = {}
-        for number, snapshot in zip(numbers, snapshots, strict=True):
-            assert number is not None
-            held = by_number.setdefault(int(number[1]), snapshot)
-            if held[1]:
-                by_number[int(number[1])] = snapshot
-    else:
-        by_number = dict(enumerate(snapshots))
+    by_stem: dict[str, tuple[Path, bool]] = {}
+    for path, is_incremental in sorted(snapshots, key=lambda row: stem_of(row[0].name)):
+        stem, _ = stem_of(path.name)
+        if stem in by_stem and is_incremental:
+            raise InvalidArgument(
+                f"{folder}: {path.name[:80]!r} is incremental, but its name says that it was sent"
+                f" in full in place of {stem[:80]!r}",
+                hint="Rename it, or take it out of the folder",
+                path=str(path),
+            )
+        by_stem[stem] = path, is_incremental
+    by_version = dict(zip(order_of(list(by_stem), folder), by_stem.values(), strict=True))
     versions: list[ChainVersion] = []
-    for version in sorted(by_number):
-        path, is_incremental = by_number[version]
+    for version in sorted(by_version):
+        path, is_incremental = by_version[version]
         before = versions[-1].version if versions else version - 1
         base = before if is_incremental else None
         versions.append(ChainVersion(version, base, path, path.name))

@@ -19,7 +19,7 @@ from thinwire.checkpoint.file_names import SINGLE_FILE
 from thinwire.codec.container import Attachment
 from thinwire.codec.digest import xxh3_64
 from thinwire.codec.write import write_delta
-from thinwire.errors import BaseMismatch, ChecksumMismatch, InvalidArgument
+from thinwire.errors import BaseMismatch, ChecksumMismatch, InvalidArgument, NotFound
 from thinwire.interop.change import ForeignChange, spooled_pairs
 from thinwire.interop.fireworks.errors import DeltaKeyMismatchError
 from thinwire.interop.fireworks.folder import FireworksDelta, open_fireworks
@@ -44,8 +44,11 @@ def update_weights_file(base_path: Path, diff_path: Path, compression_format: st
         DeltaKeyMismatchError: They do not hold tensors of the same names.
         FormatError: The delta breaks a rule of the format; ``ChecksumMismatch`` also where the file
             is not the one that it was made from.
+        NotFound: There is no such file.
         TensorMismatch, BaseUnusable, StoreError: As :func:`thinwire.checkpoint.apply_in_place`.
     """
+    if not base_path.exists():
+        raise NotFound(f"there is no {base_path}", hint="Check the path", path=str(base_path))
     if not base_path.is_file():
         raise InvalidArgument(f"{base_path} is not a file", hint="Give one weights file")
     recover(base_path)

@@ -6,7 +6,6 @@ import zlib
 from typing import NamedTuple
 
 from thinwire.checkpoint.disk import ByteArray
-from thinwire.codec.dtypes import dtype_named
 
 ENVELOPE_MARK = b"ARC3_ENVELOPE\0"
 """Begins an arc_v3 payload that lists changes; other arc_v3 payloads are a safetensors blob."""
@@ -61,11 +60,6 @@ def written_layout(dtype: str) -> FloatLayout | None:
 def read_layout(dtype: str) -> FloatLayout | None:
     """Likewise, for a reader."""
     return _READ_LAYOUTS.get(dtype)
-
-
-def word_count(dtype: str, byte_count: int) -> int:
-    """Elements in so many bytes of a dtype that fills whole bytes."""
-    return byte_count * 8 // dtype_named(dtype).bits
 
 
 def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
