@@ -131,7 +131,7 @@ interop-table: venv
 
 interop-bars: venv
 	$(PY) benchmarks/find_corpus.py .bench/corpus
-	OMP_NUM_THREADS=1 $(PY) benchmarks/interop_bars.py .bench/corpus --json .bench/interop_bars.json
+	OMP_NUM_THREADS=1 $(PY) benchmarks/interop_bars.py .bench/corpus --steps 2 --repetitions 5 --json .bench/interop_bars.json
 
 soak: venv
 	OMP_NUM_THREADS=1 $(PY) benchmarks/soak/run.py --rounds $(ROUNDS)
