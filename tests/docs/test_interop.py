@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import subprocess
 import sys
@@ -26,7 +27,9 @@ def test_commands_are_found() -> None:
 
 @pytest.mark.parametrize("source", blocks(TEXT, "python"))
 def test_example(source: str, tmp_path: Path) -> None:
-    """It defines a function and imports what there is: the deployment it needs is not here."""
+    """One defines a function and imports what there is: the deployment it needs is not here."""
+    if "import torch" in source and importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed: this example was NOT run")
     script = tmp_path / "example.py"
     script.write_text(source, encoding="utf-8")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
