@@ -1,0 +1,19 @@
+"""What everything that listens shares: sockets with deadlines and limits, TLS, tokens with roles.
+
+Needs uvicorn.
+"""
+
+from thinwire.web.exposure import check_exposure, is_loopback
+from thinwire.web.listener import Limits, Listener, Tls
+from thinwire.web.tokens import Role, Tokens, read_token
+
+__all__ = [
+    "Limits",
+    "Listener",
+    "Role",
+    "Tls",
+    "Tokens",
+    "check_exposure",
+    "is_loopback",
+    "read_token",
+]

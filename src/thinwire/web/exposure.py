@@ -1,0 +1,34 @@
+"""Who can reach what listens."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from thinwire.errors import InvalidArgument
+
+
+def check_exposure(host: str, has_tokens: bool, *, option: str = "--token-file") -> None:
+    """Refuse to be open to other machines without a token.
+
+    Args:
+        host: Where it listens.
+        has_tokens: Whether requests must bring one.
+        option: What gives the tokens, for the message.
+
+    Raises:
+        InvalidArgument: It would be.
+    """
+    if has_tokens or is_loopback(host):
+        return
+    raise InvalidArgument(
+        f"{host} is open to other machines, and nothing would keep them out",
+        hint=f"Give {option} with a secret that requests must bring, or listen on 127.0.0.1",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
