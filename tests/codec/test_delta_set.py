@@ -46,6 +46,11 @@ FILES = [
 ]
 
 
+def changes_of(delta: DeltaSet, bases: Arrays, workers: int) -> list[tuple[str, int, bytes, bytes]]:
+    found = delta.changes(bases, workers=workers)
+    return [(c.name, c.first_word, c.positions.tobytes(), c.words.tobytes()) for c in found]
+
+
 def write(pairs: Sequence[Pair], files: Sequence[Attachment] = ()) -> bytes:
     out = io.BytesIO()
     write_delta(out, pairs, files)
@@ -213,3 +218,26 @@ def test_of_none() -> None:
     with DeltaSet([]) as empty:
         assert not empty.tensors
         assert not decode(empty)
+
+
+@pytest.mark.parametrize("workers", [2, 7])
+def test_changes_are_the_same_whatever_the_threads(workers: int) -> None:
+    with open_set(*SHARDS) as delta:
+        expected = changes_of(delta, BASE, 1)
+        assert len({name for name, *_ in expected}) >= 4
+        assert changes_of(delta, BASE, workers) == expected
+
+
+@pytest.mark.parametrize("workers", [1, 7])
+@pytest.mark.parametrize("name", ["t1", "t4", "t7"])
+def test_changes_refuse_a_wrong_base_whatever_the_threads(name: str, workers: int) -> None:
+    wrong = {**BASE, name: BASE[name] ^ np.uint8(1)}
+    with open_set(*SHARDS) as delta, pytest.raises(BaseMismatch, match=f"'{name}'"):
+        changes_of(delta, wrong, workers)
+
+
+def test_changes_that_are_left_early() -> None:
+    with open_set(*SHARDS) as delta:
+        changes = delta.changes(BASE, workers=3)
+        next(changes)
+        changes.close()

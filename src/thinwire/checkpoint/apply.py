@@ -112,6 +112,7 @@ def read_changes(
     delta: OpenDelta,
     on_bytes: Callable[[int], None] | None,
     *,
+    workers: int,
     only: Collection[str] | None = None,
 ) -> Iterator[ChunkChanges]:
     """The changed words of the tensors that both sides hold; verified once exhausted.
@@ -124,7 +125,7 @@ def read_changes(
         for entry in delta.tensors.values()
         if entry.kind in ("delta", "same") and (only is None or entry.name in only)
     }
-    for change in delta.changes(bases, only=only):
+    for change in delta.changes(bases, only=only, workers=workers):
         if only is not None and change.name not in only:
             continue
         if on_bytes:

@@ -40,7 +40,7 @@ def apply_in_place(
     Args:
         checkpoint: A safetensors file or a Hugging Face folder; no links to shared files.
         delta: A delta file, its bytes, or an opened one, which stays open.
-        workers: Threads, where weights files are rebuilt.
+        workers: Threads that decode.
         on_bytes: Called with the raw bytes of each piece of work done.
 
     Raises:

@@ -92,7 +92,7 @@ class MarkedFolder:
             mark: The new mark, at most ``MAX_MARK_BYTES``.
             partial: The folder holds exactly the tensors that ``delta`` was opened with (``only``),
                 in weights files of its own making.
-            workers: Threads, where weights files are rebuilt.
+            workers: Threads that decode.
             on_bytes: Called with the raw bytes of each piece of work done.
             on_change: Called with the changed words, chunk by chunk, before they are written.
 

@@ -212,7 +212,7 @@ def _stage(
     with RedoWriter(staging, RedoHead(delta.identity, patched, replaced, update.removed)) as log:
         if update.rebuilt:
             build_weights(base, delta, update.rebuilt, paths, workers=workers, on_bytes=on_bytes)
-        _log_changes(base, delta, update, log, on_bytes, on_change)
+        _log_changes(base, delta, update, log, workers, on_bytes, on_change)
         for file in update.files:
             write_small_file(base, delta, file, paths[file.name])
         if update.mark is not None:
@@ -228,6 +228,7 @@ def _log_changes(
     delta: OpenDelta,
     update: _Update,
     log: RedoWriter,
+    workers: int,
     on_bytes: Callable[[int], None] | None,
     on_change: OnChange,
 ) -> None:
@@ -242,7 +243,7 @@ def _log_changes(
         for number, file in enumerate(update.patched)
         for name, span in file.header.spans.items()
     }
-    for change in read_changes(base, delta, on_bytes, only=staying):
+    for change in read_changes(base, delta, on_bytes, workers=workers, only=staying):
         if change.name not in homes:
             # Only crafted digests let a "same" tensor change.
             raise Corrupt(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +9,9 @@ from typing import Annotated
 import typer
 
 from thinwire.cli.logs import LogLevel
+from thinwire.codec.threads import MAX_DEFAULT_WORKERS, default_workers
 from thinwire.errors import InvalidArgument
 
-# More threads than this wait for memory, not for a processor.
-MAX_DEFAULT_WORKERS = 8
 SIGNING_KEY_VARIABLE = "THINWIRE_SIGNING_KEY"
 
 Base = Annotated[
@@ -179,7 +177,4 @@ def parse_options(given: list[str] | None) -> dict[str, str]:
 
 def worker_count(asked: int | None) -> int:
     """The threads to use."""
-    if asked is not None:
-        return asked
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(MAX_DEFAULT_WORKERS, usable or 1)
+    return default_workers() if asked is None else asked

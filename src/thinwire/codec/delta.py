@@ -22,7 +22,7 @@ from thinwire.errors import (
     ThinwireError,
 )
 
-__all__ = ["Bases", "ChunkChanges", "Delta", "TensorEntry", "apply_all"]
+__all__ = ["Bases", "ChunkChanges", "Delta", "TensorEntry", "apply_all", "changes_of_all"]
 
 Bases = Mapping[str, np.ndarray]
 OutFor = Callable[[TensorEntry], np.ndarray | None]
@@ -37,6 +37,16 @@ class ChunkChanges(NamedTuple):
     positions: np.ndarray  # uint32, rising, from first_word on
     words: np.ndarray  # uint8, word_bytes for each position
     word_bytes: int
+
+
+class _Found(NamedTuple):
+    """What a unit holds for one tensor; without a digest it could not be decoded."""
+
+    delta: Delta
+    record: TensorRecord
+    chunk: int
+    digest: int | None
+    change: ChunkChanges | None
 
 
 class Delta(DeltaReader):
@@ -75,40 +85,19 @@ class Delta(DeltaReader):
         apply_all([self], bases, out_for, only=only, workers=workers, on_bytes=on_bytes)
 
     def changes(
-        self, bases: Bases, *, only: Collection[str] | None = None
+        self, bases: Bases, *, only: Collection[str] | None = None, workers: int = 1
     ) -> Iterator[ChunkChanges]:
         """The changed words of all "delta" tensors, chunk by chunk; bases are untouched.
 
         A tensor is verified after its last chunk was yielded: act on nothing before the iterator
         has ended. With ``only``, tensors that are neither among these nor share a group with one
-        of them are left out.
+        of them are left out. ``workers`` threads decode; what they found waits for its turn, three
+        chunks for each of them at most.
 
         Raises:
             As :meth:`apply`.
         """
-        self.check_bases(bases)
-        for members, chunk in self._units(only):
-            if members[0].group is not None:
-                yield from self._group_changes(members, bases)
-                continue
-            record = members[0]
-            entry = self.tensors[record.name]
-            if record.kind == "full":
-                continue
-            span = self._span(record, chunk)
-            if chunk == 0:
-                digests: list[int | None] = []
-            base = bases[record.name][span]
-            row = dtype_named(record.dtype)
-            found = decode_changes(
-                row, self._table(record.dtype), base, self._section(record, chunk)
-            )
-            digests.append(found[2] if found else None)
-            if found is None or chunk + 1 == self._chunk_count(record):
-                self._check_digests(entry, digests, bases)
-            if found is not None and found[0].size:
-                first_word = span.start // row.word_bytes
-                yield ChunkChanges(record.name, first_word, found[0], found[1], row.word_bytes)
+        yield from changes_of_all([self], bases, only=only, workers=workers)
 
     def check_bases(self, bases: Bases) -> None:
         """Check that every base is there and has the right size; their bits are not looked at.
@@ -177,9 +166,28 @@ class Delta(DeltaReader):
             results.append((record.name, own, size))
         return results
 
-    def _group_changes(
-        self, members: Sequence[TensorRecord], bases: Bases
-    ) -> Iterator[ChunkChanges]:
+    def _found_in(self, unit: Unit, bases: Bases) -> list[_Found]:
+        """What changes in one unit; nothing where the tensor is carried in full."""
+        members, chunk = unit
+        record = members[0]
+        if record.group is not None:
+            return list(self._found_in_group(members, bases))
+        if record.kind == "full":
+            return []
+        span = self._span(record, chunk)
+        row = dtype_named(record.dtype)
+        section = self._section(record, chunk)
+        found = decode_changes(row, self._table(row.name), bases[record.name][span], section)
+        if found is None:
+            return [_Found(self, record, chunk, None, None)]
+        positions, words, digest = found
+        change = None
+        if positions.size:
+            first_word = span.start // row.word_bytes
+            change = ChunkChanges(record.name, first_word, positions, words, row.word_bytes)
+        return [_Found(self, record, chunk, digest, change)]
+
+    def _found_in_group(self, members: Sequence[TensorRecord], bases: Bases) -> Iterator[_Found]:
         row = dtype_named(members[0].dtype)
         base = np.concatenate([bases[record.name] for record in members])
         found = decode_changes(row, self._table(row.name), base, self._section(members[0], 0))
@@ -192,13 +200,14 @@ class Delta(DeltaReader):
         for number, record in enumerate(members):
             new = base[starts[number] : ends[number]]
             digest = tensor_digest(row.name, new) if found else None
-            self._check_digests(self.tensors[record.name], [digest], bases)
             own = slice(cuts[number], cuts[number + 1])
+            change = None
             if own.start < own.stop:
                 first_word = np.uint32(starts[number] // row.word_bytes)
                 own_words = changed[own].reshape(-1)
                 at = positions[own] - first_word
-                yield ChunkChanges(record.name, 0, at, own_words, row.word_bytes)
+                change = ChunkChanges(record.name, 0, at, own_words, row.word_bytes)
+            yield _Found(self, record, 0, digest, change)
 
     def _checked_out(self, entry: TensorEntry, out: np.ndarray | None) -> np.ndarray | None:
         if out is None:
@@ -307,6 +316,30 @@ def apply_all(
         for name, digest, size in results:
             if run.settle(name, digest) and on_bytes:
                 on_bytes(size)
+
+
+def changes_of_all(
+    deltas: Sequence[Delta],
+    bases: Bases,
+    *,
+    only: Collection[str] | None = None,
+    workers: int = 1,
+) -> Iterator[ChunkChanges]:
+    """As :meth:`Delta.changes`, of several deltas whose tensors are disjoint, on the same threads."""
+    for delta in deltas:
+        delta.check_bases(bases)
+    tasks = ((delta, unit) for delta in deltas for unit in delta._units(only))
+    digests: list[int | None] = []
+    for results in map_in_order(lambda task: task[0]._found_in(task[1], bases), tasks, workers):
+        for delta, record, chunk, digest, change in results:
+            if chunk == 0:
+                digests = []
+            digests.append(digest)
+            # One that is missing will not come right with those that follow.
+            if digest is None or chunk + 1 == delta._chunk_count(record):
+                delta._check_digests(delta.tensors[record.name], digests, bases)
+            if change is not None:
+                yield change
 
 
 class _Run:

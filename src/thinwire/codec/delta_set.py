@@ -8,7 +8,15 @@ from types import TracebackType
 from typing import Self
 
 from thinwire.codec.container import Attachment
-from thinwire.codec.delta import Bases, ChunkChanges, Delta, OutFor, TensorEntry, apply_all
+from thinwire.codec.delta import (
+    Bases,
+    ChunkChanges,
+    Delta,
+    OutFor,
+    TensorEntry,
+    apply_all,
+    changes_of_all,
+)
 from thinwire.errors import Corrupt
 
 
@@ -101,12 +109,10 @@ class DeltaSet:
         apply_all(self._deltas, bases, out_for, only=only, workers=workers, on_bytes=on_bytes)
 
     def changes(
-        self, bases: Bases, *, only: Collection[str] | None = None
+        self, bases: Bases, *, only: Collection[str] | None = None, workers: int = 1
     ) -> Iterator[ChunkChanges]:
-        """As :meth:`Delta.changes`."""
-        self.check_bases(bases)
-        for delta in self._deltas:
-            yield from delta.changes(bases, only=only)
+        """As :meth:`Delta.changes`; threads are not kept waiting where one delta ends."""
+        yield from changes_of_all(self._deltas, bases, only=only, workers=workers)
 
 
 OpenDelta = Delta | DeltaSet

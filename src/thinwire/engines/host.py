@@ -38,10 +38,10 @@ class HostCopy(CheckpointSink):
 
     Args:
         folder: As for :class:`thinwire.CheckpointSink`.
-        workers: Threads.
+        workers: As for it.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, workers: int = 1) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, workers: int | None = None) -> None:
         super().__init__(folder, workers=workers)
         # Ranks map the files by this path.
         self.folder = self.folder.absolute()

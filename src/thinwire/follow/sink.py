@@ -15,6 +15,7 @@ from thinwire.checkpoint import Checkpoint, MarkedFolder
 from thinwire.checkpoint.disk import os_errors
 from thinwire.checkpoint.lock import locked
 from thinwire.codec.delta_set import DeltaSet
+from thinwire.codec.threads import default_workers
 from thinwire.errors import BaseUnusable, InvalidArgument
 from thinwire.stream.records import FORMAT, Link, VersionKind
 from thinwire.stream.version import Version
@@ -101,12 +102,12 @@ class CheckpointSink:
 
     Args:
         folder: The folder; made when missing. It must be empty, or have been made by thinwire.
-        workers: Threads, where weights files are rebuilt.
+        workers: Threads that decode; None: one for each processor, at most 8.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, workers: int = 1) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, workers: int | None = None) -> None:
         self.folder = Path(folder)
-        self._workers = workers
+        self._workers = default_workers() if workers is None else workers
         self._marked = MarkedFolder(self.folder)
 
     def __repr__(self) -> str:

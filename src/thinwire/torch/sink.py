@@ -19,6 +19,7 @@ from torch import nn
 from thinwire.checkpoint import Checkpoint, SafetensorsFile
 from thinwire.checkpoint.safetensors_file import StoredTensor
 from thinwire.codec.delta_set import DeltaSet
+from thinwire.codec.threads import default_workers
 from thinwire.errors import BaseUnusable, InvalidArgument, ThinwireError
 from thinwire.follow.selection import Selection
 from thinwire.follow.sink import Installing, Mark
@@ -91,7 +92,7 @@ class TorchSink:
         places: Instead of names: where the module holds the stream's tensors.
         lock: Shared by sinks that are to be updated and read together.
         update_timeout_s: How long an update waits for readers.
-        workers: Threads, where weights files of the folder are rebuilt.
+        workers: Threads that decode; None: one for each processor, at most 8.
 
     Raises:
         InvalidArgument: Arguments that do not go together.
@@ -110,13 +111,14 @@ class TorchSink:
         places: Places | None = None,
         lock: UpdateLock | None = None,
         update_timeout_s: float = 60.0,
-        workers: int = 1,
+        workers: int | None = None,
     ) -> None:
         check_arguments(
             canonical,
             needs_copy=folder is not None or load is not None or bool(ignore),
             ways=[load is not None, places is not None, bool(rename or tied or ignore)],
         )
+        self._workers = default_workers() if workers is None else workers
         own = folder
         if own is None:
             own = tempfile.mkdtemp(prefix="thinwire-sink-")
@@ -128,7 +130,7 @@ class TorchSink:
         # The base must not keep this object alive, or nobody removes its folder.
         read: Any = weakref.WeakMethod(self._bits)
         self._base: Base = (
-            FolderBase(own, workers=workers)
+            FolderBase(own, workers=self._workers)
             if canonical == "folder"
             else ModuleBase(Path(own), lambda name, published: read()(name, published))
         )
@@ -248,7 +250,7 @@ class TorchSink:
         if before is None:
             raise BaseUnusable("the module holds no version that a delta could be applied to")
         base = self._base.checkpoint()
-        decoded = Decoded.of(delta, base)
+        decoded = Decoded.of(delta, base, workers=self._workers)
         writes, bound = self._prepare(base, decoded, mark)
         is_written = False
         try:

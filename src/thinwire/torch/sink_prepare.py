@@ -40,7 +40,7 @@ class Decoded(NamedTuple):
     is_other: bool
 
     @classmethod
-    def of(cls, delta: DeltaSet, base: Checkpoint) -> Decoded:
+    def of(cls, delta: DeltaSet, base: Checkpoint, *, workers: int = 1) -> Decoded:
         """Decode and verify everything.
 
         Raises:
@@ -49,10 +49,10 @@ class Decoded(NamedTuple):
         entries = {name: e for name, e in delta.tensors.items() if e.kind != "removed"}
         tensors = {name: Published(e.dtype, tuple(e.shape)) for name, e in entries.items()}
         bases = {name: tensor.data for name, tensor in base.tensors.items()}
-        changes = list(delta.changes(bases))
+        changes = list(delta.changes(bases, workers=workers))
         full = {n: np.empty(e.byte_count, np.uint8) for n, e in entries.items() if e.kind == "full"}
         if full:
-            delta.apply(bases, lambda entry: full[entry.name], only=full)
+            delta.apply(bases, lambda entry: full[entry.name], only=full, workers=workers)
         whole = {name: StoredTensor(*tensors[name], data) for name, data in full.items()}
         return cls(tensors, changes, whole, bool(full) or len(entries) < len(delta.tensors))
 
@@ -72,9 +72,9 @@ class _Replayed(DeltaSet):
         self._changes = changes
 
     def changes(
-        self, bases: Bases, *, only: Collection[str] | None = None
+        self, bases: Bases, *, only: Collection[str] | None = None, workers: int = 1
     ) -> Iterator[ChunkChanges]:
-        """As :meth:`DeltaSet.changes`."""
+        """As :meth:`DeltaSet.changes`; nothing is left for threads to do."""
         self.check_bases(bases)
         for change in self._changes:
             if only is None or change.name in only:
