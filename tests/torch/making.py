@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,7 +21,8 @@ from thinwire.codec.dtypes import dtype_named
 from thinwire.errors import Deadline, Unavailable
 from thinwire.publish.held import Held, Runs
 from thinwire.publish.ranks import PeerFailed
-from thinwire.publish.units import Holding
+from thinwire.publish.spreading import Holding, inventory_of, spread_over
+from thinwire.publish.units import Spread
 
 T = TypeVar("T")
 LIMIT_S = 30.0
@@ -258,6 +259,11 @@ def placed(draw: st.DrawFn, shape: tuple[int, ...], rank_count: int) -> list[Hel
         elif draw(st.booleans()):
             found[rank] = parts[draw(st.integers(0, len(parts) - 1))]
     return found
+
+
+def spreads_of(job: Iterable[Iterable[Holding]]) -> list[Spread]:
+    """How tensors are spread over ranks that hold these."""
+    return spread_over(map(inventory_of, job))
 
 
 def holding(name: str, dtype: str, held: Held) -> Holding:

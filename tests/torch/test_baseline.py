@@ -29,8 +29,9 @@ from thinwire.publish.held import Held
 from thinwire.publish.making import Facts
 from thinwire.publish.rank_publisher import RankPublisher, Settings
 from thinwire.publish.source import safetensors_header
+from thinwire.publish.spreading import Holding
 from thinwire.publish.staging import Found, Staging
-from thinwire.publish.units import Holding, Plan, spread_over
+from thinwire.publish.units import Plan
 from thinwire.stream.events import Published, Refused
 from thinwire.stream.records import Manifest
 
@@ -40,6 +41,7 @@ from .making import (
     holding,
     on_ranks,
     placed,
+    spreads_of,
     taken,
     word_ids,
 )
@@ -104,7 +106,7 @@ def holdings_of(tensors: Sequence[Tensor], rank: int) -> list[Holding]:
 
 
 def plan_of(tensors: Sequence[Tensor], ranks: int) -> Plan:
-    return Plan(spread_over([holdings_of(tensors, rank) for rank in range(ranks)]), ranks)
+    return Plan(spreads_of([holdings_of(tensors, rank) for rank in range(ranks)]), ranks)
 
 
 def capture(

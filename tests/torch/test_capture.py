@@ -20,10 +20,12 @@ import torch
 
 from thinwire.errors import InvalidArgument, TensorMismatch
 from thinwire.publish.baseline import Baseline, Changes
-from thinwire.publish.staging import Staging
-from thinwire.publish.units import Plan, spread_over
+from thinwire.publish.staging import Found, Staging
+from thinwire.publish.units import Plan
 from thinwire.torch.capture import RUN_WORDS, Capture
 from thinwire.torch.state import ModelState, Selection, holdings_of
+
+from .making import spreads_of
 
 BF16 = torch.bfloat16
 Tensors = dict[str, torch.Tensor]
@@ -71,7 +73,7 @@ class Captured:
         self.state = ModelState(read, Selection(**selection))  # type: ignore[arg-type]
         self.folder = folder
         sources = self.state.sources()
-        self.plan = Plan(spread_over([holdings_of(sources)]), 1)
+        self.plan = Plan(spreads_of([holdings_of(sources)]), 1)
         self.baseline = Baseline(self.plan, 0)
         self.capture = Capture(self.baseline)
         self.capture.fill(sources)
@@ -365,7 +367,7 @@ class TestDense:
             run.byte_count
             for place in staging.units()
             for run in staging._units[place]
-            if hasattr(run, "byte_count")
+            if isinstance(run, Found)
         )
         assert memory <= budget_bytes
         for _ in range(2):  # read more than once: by the sample, then by the encoder

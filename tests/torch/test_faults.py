@@ -32,11 +32,13 @@ from thinwire.errors import (
 )
 from thinwire.publish.held import Held
 from thinwire.publish.replicas import check_replicas, replicated
-from thinwire.publish.units import Holding, Plan, spread_over
+from thinwire.publish.spreading import Holding
+from thinwire.publish.units import Plan
 from thinwire.stream.events import Event
 from thinwire.torch.dtensors import held_of
 from thinwire.torch.ranks import _Caller
 
+from .making import spreads_of
 from .training import Small, Stand, done, nudge, rows_of
 
 
@@ -229,7 +231,7 @@ def whole(name: str) -> Holding:
 def test_replicas_of_ranks_that_hold_different_tensors() -> None:
     """Whose turn it is does not depend on what else a rank holds."""
     stages = [["embed", *(f"a{n}" for n in range(40)), "head"], ["embed", "head"]]
-    plan = Plan(spread_over([[whole(name) for name in names] for names in stages]), 2)
+    plan = Plan(spreads_of([[whole(name) for name in names] for names in stages]), 2)
     turns = set()
     for count in range(64):
         compared = [replicated(plan, rank, count) for rank in range(2)]

@@ -19,9 +19,10 @@ from thinwire.errors import TensorMismatch
 from thinwire.publish import units
 from thinwire.publish.baseline import in_unit
 from thinwire.publish.held import Held
-from thinwire.publish.units import Holding, Plan, Unit, spread_over
+from thinwire.publish.spreading import Holding, Inventory, Part, inventory_of, spread_over
+from thinwire.publish.units import Plan, Unit
 
-from .making import holding, placed, taken, word_ids
+from .making import holding, placed, spreads_of, taken, word_ids
 
 DTYPES = ["BF16", "F32", "U8", "C64", "I64", "BOOL"]
 CHUNK_WORDS = 12
@@ -54,7 +55,7 @@ def jobs(draw: st.DrawFn) -> list[list[Holding]]:
 
 
 def plan_of(job: Sequence[Sequence[Holding]]) -> Plan:
-    return Plan(spread_over(job), len(job))
+    return Plan(spreads_of(job), len(job))
 
 
 def all_units(plan: Plan) -> list[Unit]:
@@ -252,12 +253,12 @@ class TestRefusals:
     def test_another_dtype(self) -> None:
         whole = Held.whole((4,))
         with pytest.raises(TensorMismatch, match=r"'t'.*rank 1.*same model") as raised:
-            spread_over([[holding("t", "BF16", whole)], [holding("t", "F32", whole)]])
+            spreads_of([[holding("t", "BF16", whole)], [holding("t", "F32", whole)]])
         assert raised.value.context["tensor"] == "t"
 
     def test_another_shape(self) -> None:
         with pytest.raises(TensorMismatch, match="'t'"):
-            spread_over(
+            spreads_of(
                 [[holding("t", "F32", Held.whole((4,)))], [holding("t", "F32", Held.whole((2, 2)))]]
             )
 
@@ -277,7 +278,7 @@ class TestRefusals:
         def part(one: units.Runs) -> Held:
             return Held((3, 8), (((0, 3),), one)) if is_turned else Held((8,), (one,))
 
-        spreads = spread_over([[holding("t", "F32", part(one))] for one in runs])
+        spreads = spreads_of([[holding("t", "F32", part(one))] for one in runs])
         with pytest.raises(TensorMismatch, match="'t' is not whole"):
             Plan(spreads, 2)
 
@@ -288,7 +289,7 @@ class TestRefusals:
         lost = data.draw(st.integers(0, len(job) - 1))
         rest = [held for rank, held in enumerate(job) if rank != lost]
         is_whole = True
-        spreads = spread_over(rest)
+        spreads = spreads_of(rest)
         for spread in spreads:
             found = np.zeros(spread.shape, np.int64)
             for part in spread.parts:
@@ -326,14 +327,14 @@ def test_an_empty_part_is_no_part() -> None:
     """As a rank has that is one too many for the tensor."""
     shape = (30,)
     parts = [Held(shape, (((0, 30),),)), Held(shape, (((0, 0),),))]
-    spreads = spread_over([[holding("t", "F32", part)] for part in parts])
+    spreads = spreads_of([[holding("t", "F32", part)] for part in parts])
     assert [(s.parts, s.holders) for s in spreads] == [((parts[0],), ((0,),))]
 
 
 def test_more_ranks_than_containers() -> None:
     """Not every rank of thousands opens a shard of its own."""
     held = [holding(f"t{number}", "F32", Held.whole((10,))) for number in range(200)]
-    plan = Plan(spread_over([held] * 100), 100)
+    plan = Plan(spreads_of([held] * 100), 100)
     assert len(plan.containers) == units.MAX_CONTAINERS
     assert len(set(plan.homes)) == units.MAX_CONTAINERS
 
@@ -354,3 +355,49 @@ def test_a_huge_model_is_cut_into_containers_of_bearable_size() -> None:
         size = sum(plan.spreads[t].byte_count for t in tensors)
         assert size <= 1.5 * units.CONTAINER_RAW_BYTES
     assert set(plan.homes) == {0}
+
+
+def test_a_thousand_ranks_that_share_every_tensor() -> None:
+    """3,000 tensors, of which each rank says its rows: together they are three million."""
+    ranks, layers = 1000, 3
+    shapes = [(2048, 7168), (7168, 2048), (384, 7168), (7168,)]
+    names = [f"layers.{n}.{k}" for n in range(layers) for k in range(1000)]
+    first = inventory_of(Holding(name, "BF16", (4,), (((0, 4),),)) for name in names)
+    # One tensor in a hundred is small.
+    numbers = np.array([n % 3 if n % 100 else 3 for n in range(len(names))], "<u4").tobytes()
+
+    def said(rank: int) -> Inventory:
+        parts = []
+        for shape in shapes:
+            rows = -(-shape[0] // ranks)
+            own = (min(shape[0], rank * rows), min(shape[0], (rank + 1) * rows))
+            dims = (own,), *(((0, size),) for size in shape[1:])
+            parts.append(Part("BF16", shape, dims))
+        return Inventory(first.names, numbers, parts)
+
+    spreads = spread_over(map(said, range(ranks)))
+    assert [spread.name for spread in spreads] == names
+    assert len({id(spread.layout) for spread in spreads}) == len(shapes)
+    plan = Plan(spreads, ranks)
+    own = list(plan.units_for(7))
+    assert {unit.tensor for unit in own} >= {n for n in range(len(names)) if n % 3 == 0}
+
+
+@given(jobs())
+@settings(deadline=None)
+def test_spreads_are_what_each_rank_said(job: list[list[Holding]]) -> None:
+    spreads = spreads_of(job)
+    assert [s.name for s in spreads] == list(dict.fromkeys(h.name for held in job for h in held))
+    for spread in spreads:
+        found = {
+            (rank, part.dims)
+            for part, holders in zip(spread.parts, spread.holders, strict=True)
+            for rank in holders
+        }
+        expected = {
+            (rank, one.dims)
+            for rank, held in enumerate(job)
+            for one in held
+            if one.name == spread.name and Held(one.shape, one.dims).size
+        }
+        assert found == expected or not expected

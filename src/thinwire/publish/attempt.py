@@ -46,6 +46,9 @@ from thinwire.stream.blocks import ObjectRecord, record_of_file
 _RUN_WORDS = 1 << 10
 # Chunks that are coded before their sections are handed on: what waits in memory is bounded.
 _ROUND_UNITS = 16
+# Captured changes that all ranks together send in a round: at worst, one of them gets them all.
+_ROUND_BYTES = 512 << 20
+_MOST_ROUND_BYTES = 8 << 20
 
 
 class Carried(NamedTuple):
@@ -159,24 +162,38 @@ class Attempt:
         return ranks.index(self._ranks.rank)
 
     def _exchange_changes(self) -> None:
-        """Send what was found in units that others encode, some units at a time."""
-        places = [
-            place
-            for place in self._staging.units()
-            if self._baseline.units[place].owner != self._ranks.rank
-        ]
+        """Send what was found in units that others encode, some of it at a time."""
+        batches = self._batches()
         topic = f"{self._topic}/rounds"
-        counts = list(exchanged(self._ranks, {0: [len(places)]}, list[int]))
+        counts = list(exchanged(self._ranks, {0: [len(batches)]}, list[int]))
         if self._ranks.rank == 0:
-            self._ranks.tell(topic, str(-(-max(counts) // _ROUND_UNITS)).encode())
+            self._ranks.tell(topic, str(max(counts)).encode())
         for number in range(int(self._ranks.hear(topic))):
-            batch = places[number * _ROUND_UNITS : (number + 1) * _ROUND_UNITS]
-            outgoing = self._outgoing_changes(batch)
+            outgoing = self._outgoing_changes(batches[number] if number < len(batches) else [])
             for changes in exchanged(self._ranks, outgoing, list[SentChanges]):
                 if changes.source not in self._received:
                     self._received[changes.source] = self._staging.another()
                 for run in changes.runs:
                     self._received[changes.source].add(changes.place, run.found())
+
+    def _batches(self) -> list[list[int]]:
+        """The units that others encode, cut by what was found in them.
+
+        Not by their number: a rank of a thousand sends a little of each tensor.
+        """
+        limit_bytes = min(_MOST_ROUND_BYTES, _ROUND_BYTES // self._ranks.size)
+        batches: list[list[int]] = []
+        left_bytes = 0
+        for place in self._staging.units():
+            if self._baseline.units[place].owner == self._ranks.rank:
+                continue
+            size = self._staging.bytes_of(place)
+            if not batches or size > left_bytes:
+                batches.append([])
+                left_bytes = limit_bytes
+            batches[-1].append(place)
+            left_bytes -= size
+        return batches
 
     def _outgoing_changes(self, places: Sequence[int]) -> dict[int, list[SentChanges]]:
         outgoing: dict[int, list[SentChanges]] = {}

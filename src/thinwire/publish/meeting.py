@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,12 +13,13 @@ from thinwire.follow import Stream
 from thinwire.publish.held import Held
 from thinwire.publish.messages import Hello, Met, Ready, SentLayout, pack, unpack
 from thinwire.publish.ranks import Fault, Ranks
-from thinwire.publish.units import Holding, Layout, Plan, Spread, spread_over
+from thinwire.publish.spreading import Holding, Inventory, inventory_of, spread_over
+from thinwire.publish.units import Layout, Plan, Spread
 
 
 def meet(ranks: Ranks, stream: Stream, holdings: Sequence[Holding]) -> tuple[list[str], Plan]:
     """Rank 0 learns what each rank holds and tells all of them; all make the same plan."""
-    hello = Hello(_host(), "", list(holdings))
+    hello = Hello(_host(), "", inventory_of(holdings))
     try:
         hello.stream = stream.record().stream
     except ThinwireError as error:
@@ -73,17 +74,12 @@ def _other_stream(rank: int) -> InvalidArgument:
 
 def _met(said: Sequence[bytes]) -> Met:
     """What rank 0 makes of what every rank said."""
-    hellos = [msgspec.msgpack.decode(unpack(data), type=Hello) for data in said]
-    for rank, one in enumerate(hellos):
-        if one.fault is not None:
-            return Met(fault=Fault.of(one.fault.error(rank)))
-        if one.stream != hellos[0].stream:
-            return Met(fault=Fault.of(_other_stream(rank)))
+    hosts: list[str] = []
     try:
-        spreads = spread_over([one.holdings for one in hellos])
+        spreads = spread_over(_inventories(said, hosts))
         if not spreads:
             return Met(fault=Fault.of(InvalidArgument("there are no tensors to publish")))
-        Plan(spreads, len(hellos))
+        Plan(spreads, len(said))
     except ThinwireError as error:
         return Met(fault=Fault.of(error))
     numbers = {layout: n for n, layout in enumerate(dict.fromkeys(s.layout for s in spreads))}
@@ -92,4 +88,18 @@ def _met(said: Sequence[bytes]) -> Met:
         for layout in numbers
     ]
     tensors = [(spread.name, spread.dtype, numbers[spread.layout]) for spread in spreads]
-    return Met([one.host for one in hellos], tensors, layouts)
+    return Met(hosts, tensors, layouts)
+
+
+def _inventories(said: Sequence[bytes], hosts: list[str]) -> Iterator[Inventory]:
+    """What each rank holds, one after the other: together they would take much memory."""
+    stream = ""
+    for rank, data in enumerate(said):
+        hello = msgspec.msgpack.decode(unpack(data), type=Hello)
+        if hello.fault is not None:
+            raise hello.fault.error(rank)
+        if stream not in ("", hello.stream):
+            raise _other_stream(rank)
+        stream = hello.stream
+        hosts.append(hello.host)
+        yield hello.inventory

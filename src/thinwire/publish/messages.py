@@ -12,8 +12,8 @@ import numpy as np
 from thinwire.codec import zstd
 from thinwire.publish.held import Runs
 from thinwire.publish.ranks import Fault, LineBroken, PeerFailed, Ranks
+from thinwire.publish.spreading import Inventory
 from thinwire.publish.staging import Found
-from thinwire.publish.units import Holding
 from thinwire.stream.blocks import ObjectRecord
 from thinwire.stream.records import FileRecord, Link, Manifest
 
@@ -132,7 +132,7 @@ class Hello(msgspec.Struct):
 
     host: str
     stream: str
-    holdings: list[Holding]
+    inventory: Inventory
     fault: Fault | None = None
 
 

@@ -38,8 +38,8 @@ from thinwire.publish.messages import Order, Ready, Report, Start, Verdict, decl
 from thinwire.publish.ranks import Fault, LineBroken, PeerFailed, Ranks
 from thinwire.publish.settings import Settings
 from thinwire.publish.source import kept_attachments
+from thinwire.publish.spreading import Holding
 from thinwire.publish.staging import Staging
-from thinwire.publish.units import Holding
 from thinwire.stream import keys
 from thinwire.stream.events import Observer, Observers
 from thinwire.stream.records import Link, Manifest

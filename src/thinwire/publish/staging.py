@@ -40,6 +40,10 @@ class _Filed(NamedTuple):
     positions_bytes: int | None
     words_bytes: int
 
+    @property
+    def byte_count(self) -> int:
+        return self.words_bytes + (self.positions_bytes or 0)
+
 
 class Staging:
     """The changes of one capture by unit; beyond the budget they go to a file without a name.
@@ -70,6 +74,10 @@ class Staging:
         """What was found in a unit, run by run."""
         for kept in self._units.get(unit, ()):
             yield self._from_file(kept) if isinstance(kept, _Filed) else kept
+
+    def bytes_of(self, unit: int) -> int:
+        """What was found in a unit, in bytes."""
+        return sum(kept.byte_count for kept in self._units.get(unit, ()))
 
     def another(self) -> Staging:
         """An empty one beside this one, with what is left of its budget."""

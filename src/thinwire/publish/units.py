@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from thinwire.codec.digest import CHUNK_WORDS
 from thinwire.codec.dtypes import byte_count, dtype_named
 from thinwire.codec.plan import GROUP_WORDS, SMALL_WORDS
 from thinwire.errors import TensorMismatch
-from thinwire.publish.held import Held
+from thinwire.publish.held import Held, Runs
 
 # So many ranks at most assemble and upload: a follower opens each shard.
 MAX_CONTAINERS = 64
@@ -133,7 +133,8 @@ class Plan:
     """
 
     def __init__(self, spreads: Sequence[Spread], rank_count: int) -> None:
-        for spread in spreads:
+        # Tensors share layouts, which have a thousand parts on a thousand ranks.
+        for spread in {id(spread.layout): spread for spread in reversed(spreads)}.values():
             if not _is_covered(spread.layout):
                 raise _not_whole(spread)
         self.spreads = tuple(spreads)
@@ -190,8 +191,13 @@ class Plan:
 
     def units_for(self, rank: int) -> Iterator[Unit]:
         """The units that a rank has to do with: it owns them, or captures a part."""
+        parts: dict[int, int | None] = {}
         for tensor, spread in enumerate(self.spreads):
-            own = next((k for k, ranks in enumerate(spread.holders) if rank in ranks), None)
+            key = id(spread.layout)
+            if key not in parts:
+                held = (k for k, ranks in enumerate(spread.holders) if rank in ranks)
+                parts[key] = next(held, None)
+            own = parts[key]
             numbers: Iterable[int] = ()
             if self.is_small(tensor):
                 numbers = (0,)
@@ -256,50 +262,6 @@ class Plan:
         return found
 
 
-class Holding(NamedTuple):
-    """A tensor as one rank says that it holds it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    dims: tuple[tuple[tuple[int, int], ...], ...]
-
-
-def spread_over(holdings: Sequence[Sequence[Holding]]) -> list[Spread]:
-    """How the tensors that each rank holds are spread; in the order of the first that has them.
-
-    Raises:
-        TensorMismatch: Ranks disagree on a tensor's dtype or shape.
-    """
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    parts: dict[str, dict[Held, list[int]]] = {}
-    for rank, held in enumerate(holdings):
-        for one in held:
-            facts = (one.dtype, one.shape)
-            if found.setdefault(one.name, facts) != facts:
-                raise TensorMismatch(
-                    f"tensor {one.name!r} is {one.dtype} {list(one.shape)} on rank {rank} and "
-                    f"{found[one.name][0]} {list(found[one.name][1])} on another",
-                    hint="Every rank must publish the same model",
-                    tensor=one.name,
-                )
-            part = Held(one.shape, one.dims)
-            parts.setdefault(one.name, {}).setdefault(part, []).append(rank)
-    layouts: dict[Layout, Layout] = {}
-    spreads = []
-    for name, (dtype, shape) in found.items():
-        layout = _layout(shape, parts[name])
-        spreads.append(Spread(name, dtype, shape, layouts.setdefault(layout, layout)))
-    return spreads
-
-
-def _layout(shape: tuple[int, ...], parts: Mapping[Held, list[int]]) -> Layout:
-    filled = {part: ranks for part, ranks in parts.items() if part.size} or dict(parts)
-    ordered = sorted(filled.items(), key=lambda item: (item[0].dims, item[1]))
-    holders = tuple(tuple(sorted(ranks)) for _, ranks in ordered)
-    return Layout(shape, tuple(part for part, _ in ordered), holders)
-
-
 def _not_whole(spread: Spread) -> TensorMismatch:
     return TensorMismatch(
         f"tensor {spread.name!r} is not whole: its ranks hold "
@@ -310,33 +272,41 @@ def _not_whole(spread: Spread) -> TensorMismatch:
     )
 
 
-@lru_cache(maxsize=256)
 def _is_covered(layout: Layout) -> bool:
     """Whether the parts are the tensor, each element once."""
     total = math.prod(layout.shape)
-    return sum(part.size for part in layout.parts) == total and _are_disjoint(layout.parts)
+    dims = [part.dims for part in layout.parts]
+    return sum(part.size for part in layout.parts) == total and _are_disjoint(dims)
 
 
-def _are_disjoint(parts: Sequence[Held]) -> bool:
-    """Whether no two parts share an element: in some dimension their indices differ."""
-    by_dims: dict[tuple[object, ...], bool] = {}
-    for i, one in enumerate(parts):
-        for other in parts[:i]:
-            if not any(
-                _no_overlap(a, b, by_dims) for a, b in zip(one.dims, other.dims, strict=True)
-            ):
-                return False
-    return True
+def _are_disjoint(parts: Sequence[tuple[Runs, ...]]) -> bool:
+    """Whether no two parts share an element: in some dimension their indices differ.
+
+    Parts as shardings make them differ wholly, or not at all, in each dimension: so those that
+    are alike in the first one are compared in the others. Only what is crossed in other ways is
+    compared pair by pair.
+    """
+    if len(parts) < 2:
+        return True
+    if not parts[0]:
+        return False
+    rests: dict[Runs, list[tuple[Runs, ...]]] = {}
+    for first, *rest in parts:
+        rests.setdefault(first, []).append(tuple(rest))
+    if _runs_are_disjoint(list(rests)):
+        return all(_are_disjoint(alike) for alike in rests.values())
+    return not any(
+        all(map(_overlap, one, other)) for i, one in enumerate(parts) for other in parts[:i]
+    )
 
 
-def _no_overlap(
-    a: tuple[tuple[int, int], ...],
-    b: tuple[tuple[int, int], ...],
-    known: dict[tuple[object, ...], bool],
-) -> bool:
-    if (a, b) not in known:
-        known[a, b] = not any(s < f and e < d for s, d in a for e, f in b)
-    return known[a, b]
+def _runs_are_disjoint(found: Sequence[Runs]) -> bool:
+    runs = sorted((start, stop) for one in found for start, stop in one if start < stop)
+    return all(stop <= start for (_, stop), (start, _) in pairwise(runs))
+
+
+def _overlap(a: Runs, b: Runs) -> bool:
+    return any(s < f and e < d for s, d in a for e, f in b)
 
 
 def _containers(spreads: Sequence[Spread], rank_count: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from torch import nn
 from thinwire.codec.dtypes import DTYPES
 from thinwire.errors import InvalidArgument, TensorMismatch
 from thinwire.publish.held import Held
-from thinwire.publish.units import Holding
+from thinwire.publish.spreading import Holding
 from thinwire.torch.dtensors import held_of, local_of
 
 State = Mapping[str, torch.Tensor]
