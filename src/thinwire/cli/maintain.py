@@ -18,6 +18,8 @@ from thinwire.cli.options import (
     SingleWriter,
     Trust,
     Url,
+    Workers,
+    worker_count,
 )
 from thinwire.cli.output import print_json_line
 from thinwire.cli.signals import stopped_by_signals
@@ -50,6 +52,7 @@ def maintain(
     trust: Trust = None,
     base: ModelCopy = None,
     single_writer: SingleWriter = False,
+    workers: Workers = None,
     metrics_port: MetricsPort = None,
     log_level: LogOption = LogLevel.WARNING,
     as_json: JsonLines = False,
@@ -77,7 +80,11 @@ def maintain(
         printer = _Printer(as_json) if watch else None
         with (
             Maintainer(
-                stream, work_dir, base=base, observer=Observers(observer, printer)
+                stream,
+                work_dir,
+                base=base,
+                workers=worker_count(workers),
+                observer=Observers(observer, printer),
             ) as maintainer,
             stopped_by_signals(maintainer.stop) as is_stopped,
         ):

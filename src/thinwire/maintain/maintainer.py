@@ -74,6 +74,7 @@ class Maintainer:
         base: Where a copy of the model is that the stream begins with by reference.
         is_background: A publisher's own, which leaves the work to any other.
         give_way: Called between pieces of work; may wait, or raise to end the work.
+        workers: Threads that decode and encode.
         observer: Told of every event.
     """
 
@@ -85,6 +86,7 @@ class Maintainer:
         base: str | os.PathLike[str] | None = None,
         is_background: bool = False,
         give_way: Callable[[], None] = lambda: None,
+        workers: int = 1,
         observer: Observer | None = None,
     ) -> None:
         self.stream = stream if isinstance(stream, Stream) else open_stream(stream)
@@ -92,6 +94,7 @@ class Maintainer:
         self._folder = Path(work_dir)
         self._base = base
         self._callers_give_way = give_way
+        self._workers = workers
         self._holder = _BACKGROUND if is_background else _holder_of(self._folder)
         self._trails: dict[str, Trails] = {}
         self._is_stopped = False
@@ -214,7 +217,7 @@ class Maintainer:
             with self._going_on():
                 old = self._trails_of(head).at(version - base, self._manifest(head, base))
                 new = self._trails_of(head).at(0, self._manifest(head, version))
-                merge = make_merge(self.stream, old, new, self._give_way)
+                merge = make_merge(self.stream, old, new, self._give_way, workers=self._workers)
                 if merge is not None:
                     made += 1
                     inventory.merges[base, version] = merge.payload_bytes
@@ -350,7 +353,9 @@ class Maintainer:
     def _trails_of(self, head: Manifest) -> Trails:
         if head.lineage not in self._trails:
             folder = self._folder / head.lineage
-            self._trails[head.lineage] = Trails(self.stream, folder, self._base, self._observers)
+            self._trails[head.lineage] = Trails(
+                self.stream, folder, self._base, self._observers, self._workers
+            )
         return self._trails[head.lineage]
 
     def _manifest(self, head: Manifest, version: int) -> Manifest:

@@ -47,6 +47,8 @@ def make_merge(
     old: Trail,
     new: Trail,
     give_way: Callable[[], None],
+    *,
+    workers: int,
 ) -> Merge | None:
     """Make the merged delta between the versions that two copies hold; moves the old one on.
 
@@ -64,7 +66,7 @@ def make_merge(
         pair_tensors(base, target),
         collect_attachments(base, target),
         spec=None,
-        workers=1,
+        workers=workers,
         on_bytes=lambda _: give_way(),
     )
     try:

@@ -26,12 +26,18 @@ class Trails:
     """
 
     def __init__(
-        self, stream: Stream, folder: Path, base: str | os.PathLike[str] | None, observer: Observer
+        self,
+        stream: Stream,
+        folder: Path,
+        base: str | os.PathLike[str] | None,
+        observer: Observer,
+        workers: int,
     ) -> None:
         self._stream = stream
         self._folder = folder
         self._base = base
         self._observer = Refusals(observer)
+        self._workers = workers
         self._trails: dict[int, Trail] = {}
         self._stack = ExitStack()
 
@@ -52,7 +58,8 @@ class Trails:
     def of(self, level: int) -> Trail:
         """The copy of a level, wherever it is."""
         if level not in self._trails:
-            sink = CheckpointSink(self._folder / ("head" if level == 0 else f"level-{level}"))
+            name = "head" if level == 0 else f"level-{level}"
+            sink = CheckpointSink(self._folder / name, workers=self._workers)
             follower = Follower(
                 self._stream,
                 sink,

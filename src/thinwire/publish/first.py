@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from thinwire.publish.units import Plan, Unit
 
 # What a rank sends or receives at a time; several copies of it are in memory.
 _ROUND_BYTES = 8 << 20
+# Rounds that may still get more.
+_OPEN_ROUNDS = 64
 
 
 class WeightsFile(NamedTuple):
@@ -164,30 +167,50 @@ class FirstVersion:
                 at += spread.byte_count
 
     def _rounds(self) -> list[list[Unit]]:
-        """All units, so that no rank sends or receives much at a time."""
+        """All units, so that no rank sends or receives much at a time.
+
+        Each goes to the first of the last rounds in which its ranks have room; looking at all of
+        them would take time with the square of the model's size.
+        """
         rounds: list[list[Unit]] = []
         loads: list[dict[int, int]] = []
-        first_open = dict.fromkeys(range(self._ranks.size), 0)
-        for tensor, spread in enumerate(self._plan.spreads):
-            for unit in self._plan.units_of(tensor):
-                size = (unit.stop - unit.start) * spread.word_bytes
-                receivers = self._receivers(unit)
-                ranks = {*receivers, *(source.rank for source in unit.sources)}
-                number = max(first_open[rank] for rank in receivers)
-                while number < len(rounds) and any(
-                    loads[number].get(rank, 0) + size > _ROUND_BYTES for rank in ranks
-                ):
-                    number += 1
-                while len(rounds) <= number:
-                    rounds.append([])
-                    loads.append({})
-                rounds[number].append(unit)
-                for rank in ranks:
-                    loads[number][rank] = loads[number].get(rank, 0) + size
-                for rank in receivers:
-                    if loads[first_open[rank]].get(rank, 0) + size > _ROUND_BYTES:
-                        first_open[rank] = min(first_open[rank] + 1, number)
+        for unit in self._interleaved():
+            moved = self._moved_bytes(unit, self._plan.spreads[unit.tensor].word_bytes)
+            number = max(0, len(rounds) - _OPEN_ROUNDS)
+            while number < len(rounds) and any(
+                loads[number].get(rank, 0) + size > _ROUND_BYTES for rank, size in moved.items()
+            ):
+                number += 1
+            if number == len(rounds):
+                rounds.append([])
+                loads.append({})
+            rounds[number].append(unit)
+            for rank, size in moved.items():
+                loads[number][rank] = loads[number].get(rank, 0) + size
         return rounds
+
+    def _interleaved(self) -> Iterator[Unit]:
+        """A unit of each container in turn: those who write them have something to do at once."""
+        waiting = [
+            chain.from_iterable(map(self._plan.units_of, tensors))
+            for tensors in self._plan.containers
+        ]
+        while waiting:
+            left = []
+            for units in waiting:
+                if (unit := next(units, None)) is not None:
+                    left.append(units)
+                    yield unit
+            waiting = left
+
+    def _moved_bytes(self, unit: Unit, word_bytes: int) -> dict[int, int]:
+        """What a unit has each rank send, or receive."""
+        receivers = self._receivers(unit)
+        moved = dict.fromkeys(receivers, (unit.stop - unit.start) * word_bytes)
+        for source in unit.sources:
+            sent = (source.stop - source.start) * word_bytes * len(receivers)
+            moved[source.rank] = moved.get(source.rank, 0) + sent
+        return moved
 
     def _receivers(self, unit: Unit) -> set[int]:
         """Who needs a unit whole: for its file, and to encode it later on."""
