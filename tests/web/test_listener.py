@@ -41,7 +41,17 @@ async def endless(request: Request) -> Response:
     return StreamingResponse(parts())
 
 
-APP = Starlette(routes=[Route("/", echo, methods=["GET", "POST"]), Route("/endless", endless)])
+async def broken(request: Request) -> Response:
+    raise RuntimeError("a bug")
+
+
+APP = Starlette(
+    routes=[
+        Route("/", echo, methods=["GET", "POST"]),
+        Route("/endless", endless),
+        Route("/broken", broken),
+    ]
+)
 
 
 @contextmanager
@@ -105,6 +115,27 @@ def test_rubbish_ends_only_its_own_connection() -> None:
                 connection.shutdown(socket.SHUT_WR)
                 connection.recv(100)
         assert is_alive(listener)
+
+
+def test_only_bugs_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with listening() as listener:
+        with connect(listener) as connection:
+            connection.sendall(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\nrubbish\r\n\r\n")
+            connection.recv(1000)
+        with connect(listener) as connection:
+            connection.sendall(
+                b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n"
+            )
+            connection.recv(1000)
+        assert is_alive(listener)
+        assert not caplog.records
+        assert httpx.get(f"{listener.url}/broken", trust_env=False).status_code == 500
+    assert [record.message for record in caplog.records] == ["GET /broken failed"]
+
+
+def test_small_answers_do_not_wait_for_each_other() -> None:
+    with listening() as listener:
+        assert listener._socket.proto == socket.IPPROTO_TCP
 
 
 @pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"])

@@ -1,6 +1,6 @@
 """What everything that listens shares: sockets with deadlines and limits, TLS, tokens with roles.
 
-Needs uvicorn.
+Needs starlette and uvicorn.
 """
 
 from thinwire.web.exposure import check_exposure, is_loopback

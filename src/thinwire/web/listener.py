@@ -13,7 +13,10 @@ from typing import Any
 
 from thinwire.errors import InvalidArgument, StoreError
 
-# uvicorn says of each malformed request that it was one: anybody may send a million of them.
+_LOG = logging.getLogger("thinwire")
+
+# uvicorn says of each malformed request, and of each answer that was broken off, that it was one:
+# anybody may cause a million of them. What an application did not expect is logged here.
 _QUIET = "uvicorn.error"
 _BACKLOG = 2048
 # Files, sockets to the store and the like, beside connections.
@@ -104,7 +107,7 @@ class Listener:
         scheme = "http" if tls is None else "https"
         self.url = f"{scheme}://{f'[{name[0]}]' if ':' in name[0] else name[0]}:{name[1]}"
         config = uvicorn.Config(
-            app,
+            _telling(app),
             http=GuardedProtocol,
             ws="none",
             loop="asyncio",
@@ -120,7 +123,7 @@ class Listener:
             ssl_certfile=None if tls is None else str(tls.certificate),
             ssl_keyfile=None if tls is None else str(tls.key),
         )
-        logging.getLogger(_QUIET).setLevel(logging.ERROR)
+        logging.getLogger(_QUIET).setLevel(logging.CRITICAL)
 
         class Server(uvicorn.Server):
             # Signals are the caller's.
@@ -141,9 +144,27 @@ class Listener:
         self._server.should_exit = True
 
 
+def _telling(app: Any) -> Any:
+    """The application, with what it did not expect logged."""
+    import h11
+    from starlette.requests import ClientDisconnect
+
+    async def told(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await app(scope, receive, send)
+        except (ClientDisconnect, h11.LocalProtocolError):
+            raise  # its client went, or sent rubbish and has its answer
+        except Exception:
+            _LOG.exception("%s %s failed", scope.get("method"), str(scope.get("path"))[:200])
+            raise
+
+    return told
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named, asyncio turns Nagle's waiting off: 40 ms for each small answer.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
