@@ -15,7 +15,8 @@ import torch
 
 from thinwire import Follower, Version
 from thinwire.engines.engine import label_of
-from thinwire.engines.transformers.serving import Listener, Settings, serving
+from thinwire.engines.transformers.serving import Settings, serving
+from thinwire.web import Listener
 from thinwire.torch import TorchPublisher
 
 VOCABULARY = 64

@@ -264,6 +264,7 @@ class Driver:
             self._note_rival(state.label)
         if self._rival:
             self._meet_rival()
+        self._teller.began("update", version)
         try:
             found = self._walk.to(update, self._served)
         except EngineError as error:
@@ -312,6 +313,7 @@ class Driver:
             EngineError: It cannot be asked; nothing is known then.
         """
         version = update.version
+        self._teller.began("prove", version)
         start_s = time.perf_counter()
         try:
             is_proved = self.engine.prove(update, self._walk.timer("prove"))

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 from thinwire.engines.walk import Served
 from thinwire.errors import ThinwireError
-from thinwire.stream.events import EngineFailed, EngineUpdated, Observer, Observers, Refused
+from thinwire.stream.events import (
+    EngineFailed,
+    EngineUpdated,
+    Observer,
+    Observers,
+    Progressed,
+    Refused,
+)
 from thinwire.stream.version import Version
 
 
@@ -23,6 +31,12 @@ class Teller:
         self._observers = Observers(observer)
         self._engine = engine
         self._url = url
+
+    def began(self, phase: Literal["update", "prove"], version: Version) -> None:
+        """The engine is on its way to a version, or is being asked whether it is there."""
+        self._observers.on_event(
+            Progressed(url=self._url, lineage=version.lineage, version=version.version, phase=phase)
+        )
 
     def updated(self, served: Served) -> None:
         """The engine serves a version."""
@@ -41,6 +55,7 @@ class Teller:
                 cache=served.cache,
                 is_proved=served.is_proved,
                 age_s=time.time() - version.created_ms / 1000,
+                step=version.step,
             )
         )
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Literal, Self
 
@@ -27,6 +25,7 @@ from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES, Fetcher
 from thinwire.follow.guard import Guard
 from thinwire.follow.install import Content
 from thinwire.follow.leases import LeaseKeeper
+from thinwire.follow.looks import Looks
 from thinwire.follow.opening import open_stream
 from thinwire.follow.selection import Selection
 from thinwire.follow.sink import CheckpointSink, Sink
@@ -34,13 +33,10 @@ from thinwire.follow.steps import Step
 from thinwire.follow.stream import Stream
 from thinwire.follow.travel import Traveller
 from thinwire.follow.walking import Walker
-from thinwire.stream.events import Observer, Observers, Refused
-from thinwire.stream.polling import Cadence
+from thinwire.stream.events import CaughtUp, Observer, Observers, Progressed, Refused
 from thinwire.stream.records import Manifest
 from thinwire.stream.version import Version
 
-# A stream that was set back shows no newer version: so look for our own now and then.
-_LOOKS_PER_DOUBT = 64
 _MAX_CHASES = 4
 
 
@@ -48,7 +44,7 @@ class Follower:
     """Keeps a sink exactly at a version of a stream.
 
     Use it as a context manager, or call :meth:`close`. One thread uses a follower at a time; only
-    :meth:`wake` and :meth:`stop` may be called from others.
+    :meth:`wake`, :meth:`expect_wakes` and :meth:`stop` may be called from others.
 
     Args:
         stream: The stream, or its URL.
@@ -97,9 +93,7 @@ class Follower:
         )
         self._is_partial = not selection.is_all
         self._leases = LeaseKeeper(store) if lease else None
-        # Unlike an event, it may be put to from a signal handler while this thread waits.
-        self._wakes: SimpleQueue[None] = SimpleQueue()
-        self._is_stopped = False
+        self._looks = Looks(self._look, self._guard.doubt)
         self._is_closed = False
         self._wanted_version = 0
         self._is_told = False  # that there is nothing yet
@@ -183,6 +177,15 @@ class Follower:
                 if is_same or chase == _MAX_CHASES - 1:
                     raise
         self._lease(found.lineage, found.version)
+        if target == "latest":
+            self._observers.on_event(
+                CaughtUp(
+                    url=self.stream.url,
+                    lineage=found.lineage,
+                    version=found.version,
+                    step=found.step,
+                )
+            )
         return found
 
     def check_known(self) -> None:
@@ -234,6 +237,11 @@ class Follower:
                 f"{self.sink} holds a part of the model, and the digest of a version is of all",
                 hint="Follow into an empty folder to have it fetched again",
             )
+        self._observers.on_event(
+            Progressed(
+                url=self.stream.url, lineage=mark.lineage, version=mark.version, phase="prove"
+            )
+        )
         with suppress(FormatError, InvalidArgument):
             held = Content.of_checkpoint(self.sink.checkpoint())
             if held == Content(mark.weights, mark.layout):
@@ -260,7 +268,7 @@ class Follower:
         held = self.version()
         if held is not None and held.version >= version:
             return held
-        for found in self._updates(poll_s, deadline_s):
+        for found in self._looks.updates(poll_s, deadline_s):
             if found is not None and found.version >= version:
                 return found
         held = self.version()
@@ -279,9 +287,9 @@ class Follower:
 
         Args:
             poll_s: The shortest time between two looks. Once the usual time between versions is
-                known, looks are fewer.
+                known, looks are fewer; while wakes are expected, they are rare.
         """
-        for found in self._updates(poll_s, float("inf")):
+        for found in self._looks.updates(poll_s, float("inf")):
             assert found is not None
             yield found
 
@@ -291,7 +299,7 @@ class Follower:
         For callers who look after something else as well. It makes no more looks than
         :meth:`follow`.
         """
-        yield from self._updates(poll_s, float("inf"), idle_s)
+        yield from self._looks.updates(poll_s, float("inf"), idle_s)
 
     def renew_lease(self) -> None:
         """Tell the stream that the version held here is still needed; rarely more than that.
@@ -304,12 +312,19 @@ class Follower:
 
     def wake(self) -> None:
         """Make :meth:`follow` look now. From any thread, or a signal handler."""
-        self._wakes.put(None)
+        self._looks.wakes.wake()
+
+    def expect_wakes(self, is_expected: bool) -> None:
+        """Say whether somebody calls :meth:`wake` when there is a version, as a hub does.
+
+        While that is so :meth:`follow` looks by itself only every half a minute or so, and so finds
+        what it was not called for. From any thread.
+        """
+        self._looks.wakes.expect(is_expected)
 
     def stop(self) -> None:
         """End :meth:`follow` after the step that runs. From any thread, or a signal handler."""
-        self._is_stopped = True
-        self._wakes.put(None)
+        self._looks.stop()
 
     def _catch_up(
         self,
@@ -357,43 +372,6 @@ class Follower:
             mark = None
         return self._traveller.go(mark, wanted, on_bytes, last)
 
-    def _updates(
-        self, poll_s: float, deadline_s: float, idle_s: float | None = None
-    ) -> Iterator[Version | None]:
-        at: Version | None = None
-        cadence = Cadence()
-        look_count = 0
-        while not self._is_stopped:
-            look_count += 1
-            if look_count % _LOOKS_PER_DOUBT == 0:
-                self._guard.doubt()
-            found = self._look()
-            now_s = time.monotonic()
-            if found is not None and (at is None or found.manifest != at.manifest):
-                cadence.note(found.created_ms / 1000, now_s, found.version - (at or found).version)
-                at = found
-                yield found
-            else:
-                wait_s = cadence.wait_s(now_s, poll_s, random.random())
-                end_s = min(now_s + wait_s, deadline_s)
-                while (left_s := end_s - time.monotonic()) > 0 and not self._is_stopped:
-                    if self._sleep(left_s if idle_s is None else min(left_s, idle_s)):
-                        break
-                    if idle_s is not None:
-                        yield None
-            if time.monotonic() >= deadline_s:
-                return
-
-    def _sleep(self, wait_s: float) -> bool:
-        """Sleep; returns whether someone woke us."""
-        is_woken = False
-        with suppress(Empty):
-            self._wakes.get(timeout=wait_s)
-            is_woken = True
-            while True:
-                self._wakes.get_nowait()
-        return is_woken
-
     def _look(self) -> Version | None:
         """Catch up; None where nothing is there yet, or the store failed and may mend."""
         try:
@@ -411,7 +389,7 @@ class Follower:
     def _reached(self, version: Version) -> bool:
         self._guard.trust()
         self._lease(version.lineage, version.version)
-        return self._is_stopped
+        return self._looks.is_stopped
 
     def _lease(self, lineage: str, version: int) -> None:
         error = self._leases.renew(lineage, version) if self._leases else None

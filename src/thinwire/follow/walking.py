@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from thinwire.checkpoint import Checkpoint
 from thinwire.codec.delta_set import DeltaSet
@@ -13,13 +13,14 @@ from thinwire.errors import NotFound, ThinwireError
 from thinwire.follow.fetch import Fetcher
 from thinwire.follow.install import install_anchor, install_reference
 from thinwire.follow.loading import check_room, load_delta
+from thinwire.follow.metering import ProgressMeter
 from thinwire.follow.prefetch import ahead
 from thinwire.follow.reference import local_copy
 from thinwire.follow.selection import Selection
 from thinwire.follow.sink import Mark, Sink
 from thinwire.follow.steps import Step, check_record
 from thinwire.follow.stream import Stream
-from thinwire.stream.events import Applied, Fetched, Observers
+from thinwire.stream.events import Applied, Fetched, Observers, Progressed
 from thinwire.stream.records import Manifest, Source
 from thinwire.stream.version import Version
 
@@ -117,7 +118,7 @@ class Walker:
         new = Mark.of(version, manifest.stream, self._selection.patterns)
         if delta is None:
             self._check_room(step, None)
-            fetcher = self._fetcher.fork()
+            fetcher = self._fetcher.fork(self._fetch_meter(step).count)
             install_anchor(self._sink, step, new, fetcher, self._selection, on_bytes)
             self._tell_fetched(step, fetcher, start_s)
         else:
@@ -130,6 +131,7 @@ class Walker:
                 version=version.version,
                 kind=step.kind,
                 base=None if mark is None else mark.version,
+                step=version.step,
                 wall_s=time.perf_counter() - start_s,
                 age_s=time.time() - version.created_ms / 1000,
             )
@@ -139,13 +141,17 @@ class Walker:
     def _apply_delta(
         self, step: Step, manifest: Manifest, delta: DeltaSet, new: Mark, on_bytes: OnBytes
     ) -> None:
-        if step.kind != "reference":
+        is_reference = step.kind == "reference"
+        total_bytes = manifest.raw_bytes if is_reference else 0
+        meter = self._meter(step, "apply", total_bytes)
+        if not is_reference:
             self._sink.apply(delta, new)
             return
         assert manifest.source is not None
         path = local_copy(manifest.source, self.base)
         copy = Checkpoint.open(path, ignore_subfolders=True)
-        install_reference(self._sink, step, new, delta, copy, self._selection, on_bytes)
+        on_made = meter.beside(on_bytes)
+        install_reference(self._sink, step, new, delta, copy, self._selection, on_made)
 
     def _loads(
         self, way: Iterator[Step], mark: Mark | None, limit_bytes: int | None
@@ -173,7 +179,7 @@ class Walker:
     ) -> DeltaSet:
         self._check_room(step, limit_bytes)
         start_s = time.perf_counter()
-        fetcher = self._fetcher.fork()
+        fetcher = self._fetcher.fork(self._fetch_meter(step).count)
         delta = load_delta(
             step,
             fetcher,
@@ -196,6 +202,25 @@ class Walker:
                 cached_bytes=fetcher.cached_bytes,
                 wall_s=time.perf_counter() - start_s,
             )
+        )
+
+    def _fetch_meter(self, step: Step) -> ProgressMeter:
+        # Of a part of the model nobody knows yet what it takes.
+        total_bytes = step.payload_bytes if self._selection.is_all else 0
+        return self._meter(step, "fetch", total_bytes)
+
+    def _meter(
+        self, step: Step, phase: Literal["fetch", "apply"], total_bytes: int
+    ) -> ProgressMeter:
+        return ProgressMeter(
+            self._observers,
+            Progressed(
+                url=self._stream.url,
+                lineage=step.lineage,
+                version=step.target.version,
+                phase=phase,
+                total_bytes=total_bytes,
+            ),
         )
 
     def _check_room(self, step: Step, limit_bytes: int | None) -> None:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from thinwire.stream.events import EngineFailed, Event, Fetched, Refused
+from thinwire.stream.events import (
+    CaughtUp,
+    EngineFailed,
+    Event,
+    Fetched,
+    Progressed,
+    Refused,
+)
 
 
 class LogObserver:
-    """Logs every event under its name, its facts as fields.
+    """Logs what happened under the event's name, its facts as fields.
 
-    What was refused is a warning, what was fetched is for debugging, all else is information. The
-    same refusal again and again, as of a store that is away for a while, is a warning once.
+    How far something is, and what a look found, is not logged. What was refused is a warning, what
+    was fetched is for debugging, all else is information. The same refusal again and again, as of a
+    store that is away for a while, is a warning once.
 
     Args:
         logger: A structlog logger; None: structlog's, as the process has set it up.
@@ -28,6 +36,8 @@ class LogObserver:
 
     def on_event(self, event: Event) -> None:
         """Log it."""
+        if isinstance(event, Progressed | CaughtUp):
+            return
         facts = {
             name: round(value, 6) if isinstance(value, float) else value
             for name, value in asdict(event).items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 _LOG = logging.getLogger("thinwire")
 
@@ -31,6 +31,26 @@ class Published(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Progressed(Event):
+    """Something is on its way to a version: told as a phase begins, then a few times a second.
+
+    What ends it is :class:`Fetched`, :class:`Applied`, :class:`EngineUpdated` or a failure.
+    ``total_bytes`` is 0 where it is not known.
+    """
+
+    phase: Literal["fetch", "apply", "update", "prove"]
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaughtUp(Event):
+    """A look at the stream ended with the sink at the newest version; told after each."""
+
+    step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fetched(Event):
     """A delta or an anchor is here and verified. ``cached_bytes`` did not cross the network."""
 
@@ -48,6 +68,7 @@ class Applied(Event):
     base: int | None
     wall_s: float
     age_s: float
+    step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +106,7 @@ class EngineUpdated(Event):
     cache: str
     is_proved: bool | None
     age_s: float
+    step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +145,11 @@ class Observers:
 
     def __init__(self, *observers: Observer | None) -> None:
         self._observers = [observer for observer in observers if observer is not None]
+
+    @property
+    def is_nobody(self) -> bool:
+        """Whether nobody would be told: what is only for watching can be left out."""
+        return not self._observers
 
     def on_event(self, event: Event) -> None:
         """Tell each of them. What one of them raises is logged: it must not decide what happens."""

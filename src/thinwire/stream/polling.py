@@ -38,16 +38,22 @@ class Cadence:
         self._created_s = created_s
         self._delays_s.append(found_s - created_s)
 
-    def wait_s(self, now_s: float, poll_s: float, jitter: float) -> float:
+    def wait_s(
+        self, now_s: float, poll_s: float, jitter: float, *, is_called: bool = False
+    ) -> float:
         """Seconds until the next look.
 
         Args:
             now_s: The time by our clock.
             poll_s: The shortest time between two looks.
             jitter: From 0 to 1: spreads the looks of many followers.
+            is_called: Whether somebody calls when there is a version: a look is only for the case
+                that the call does not come.
         """
         wait_s = poll_s
-        if self._created_s is not None and len(self._intervals_s) >= _ENOUGH:
+        if is_called:
+            wait_s = MAX_WAIT_S
+        elif self._created_s is not None and len(self._intervals_s) >= _ENOUGH:
             interval_s = min(self._intervals_s)
             idle_s = now_s - min(self._delays_s) - self._created_s
             quiet_s = _QUIET_SHARE * interval_s - idle_s

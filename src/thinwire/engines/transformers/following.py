@@ -8,7 +8,9 @@ from typing import Any
 
 from thinwire.errors import Deadline, NotFound, ThinwireError
 from thinwire.follow import Follower
+from thinwire.follow.wakes import Wakes
 from thinwire.stream.events import Applied, Event
+from thinwire.stream.polling import MAX_WAIT_S
 from thinwire.stream.version import Version
 from thinwire.torch import TorchSink
 
@@ -81,7 +83,8 @@ class Following:
         self._sink = sink
         self._proves = proves
         self._logger = logger
-        self._is_over = threading.Event()
+        self._is_over = False
+        self._wakes = Wakes()
         self._checked_s = time.monotonic()
         self.failure = ""
         self._thread = threading.Thread(target=self._run, name="thinwire-following", daemon=True)
@@ -92,9 +95,22 @@ class Following:
 
     def close(self) -> None:
         """End after the step that runs."""
-        self._is_over.set()
+        self._is_over = True
+        self._wakes.wake()
         if self._thread.is_alive():
             self._thread.join(60)
+
+    def version(self) -> Version | None:
+        """The version that is held; before :meth:`start`."""
+        return self._follower.version()
+
+    def wake(self) -> None:
+        """Look now. From any thread."""
+        self._wakes.wake()
+
+    def expect_wakes(self, is_expected: bool) -> None:
+        """As :meth:`thinwire.Follower.expect_wakes`. From any thread."""
+        self._wakes.expect(is_expected)
 
     def staleness(self, version: Version) -> dict[str, Any]:
         """How old a version is."""
@@ -108,7 +124,7 @@ class Following:
 
     def _run(self) -> None:
         held: Version | None = None
-        while not self._is_over.is_set():
+        while not self._is_over:
             wait_s = self._poll_s
             try:
                 found = self._follower.catch_up()
@@ -130,4 +146,16 @@ class Following:
                         "not updated", reason=str(error), is_late=is_late, exc_info=is_bug
                     )
                 self.failure = str(error)
-            self._is_over.wait(wait_s)
+            self._sleep(wait_s)
+
+    def _sleep(self, wait_s: float) -> None:
+        """Sleep until it is time for a look, or somebody asks for one."""
+        start_s = time.monotonic()
+        is_woken = False
+        while not is_woken:
+            # Whether somebody calls may change in between.
+            rest_s = max(wait_s, MAX_WAIT_S) if self._wakes.are_expected else wait_s
+            left_s = start_s + rest_s - time.monotonic()
+            if left_s <= 0:
+                return
+            is_woken = self._wakes.sleep(left_s)

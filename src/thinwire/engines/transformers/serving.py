@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,8 +16,9 @@ from thinwire.engines.transformers.protocol import Limits
 from thinwire.engines.transformers.sampling import Sampler
 from thinwire.engines.transformers.server import Service
 from thinwire.engines.transformers.worker import Worker
-from thinwire.errors import InvalidArgument, StoreError
+from thinwire.errors import InvalidArgument
 from thinwire.follow import Follower, open_stream
+from thinwire.report import HubClient
 from thinwire.stream.events import Observer, Observers
 from thinwire.torch import TorchSink
 
@@ -49,6 +48,7 @@ class Settings:
         base: Where a copy of the model is that the stream begins with by reference.
         accept_new_lineages: As of :class:`thinwire.Follower`.
         trusted_keys: As of :func:`thinwire.open_stream`.
+        relay: The same.
         token: The bearer token that requests must have; empty: none.
     """
 
@@ -68,12 +68,24 @@ class Settings:
     base: Path | None = None
     accept_new_lineages: bool | None = None
     trusted_keys: Sequence[str] = ()
+    relay: str | None = None
     token: str = ""
 
 
 @contextmanager
-def serving(settings: Settings, logger: Any, observer: Observer | None = None) -> Iterator[Any]:
+def serving(
+    settings: Settings,
+    logger: Any,
+    observer: Observer | None = None,
+    hub: HubClient | None = None,
+) -> Iterator[Any]:
     """Load the model and follow the stream for as long as the block lasts; yields the ASGI app.
+
+    Args:
+        settings: What is served, and how.
+        logger: structlog's.
+        observer: Told of every event.
+        hub: Reports this replica, and has it woken.
 
     Raises:
         InvalidArgument: The model cannot be loaded.
@@ -81,7 +93,7 @@ def serving(settings: Settings, logger: Any, observer: Observer | None = None) -
         ThinwireError: The stream cannot be followed into the model.
     """
     with ExitStack() as stack:
-        stream = open_stream(settings.url, trusted_keys=settings.trusted_keys)
+        stream = open_stream(settings.url, trusted_keys=settings.trusted_keys, relay=settings.relay)
         folder = settings.folder
         if folder is None:
             folder = Path(tempfile.mkdtemp(prefix="thinwire-serve-"))
@@ -91,12 +103,16 @@ def serving(settings: Settings, logger: Any, observer: Observer | None = None) -
             "accept_new_lineages": settings.accept_new_lineages,
         }
         if settings.model is None:
-            with Follower(stream, folder, observer=observer, **options) as first:
+            observers = Observers(observer, hub)
+            with (
+                Follower(stream, folder, observer=observers, **options) as first,
+                nullcontext() if hub is None else hub.reporting(_Loading(first)),
+            ):
                 first.wait_for(1, settings.first_timeout_s, poll_s=min(settings.poll_s, 1.0))
         loaded = load(settings.model or folder, dtype=settings.dtype, device=settings.device)
         sink = TorchSink(loaded.model, folder=folder, update_timeout_s=settings.update_timeout_s)
         newest = Newest()
-        observers = Observers(observer, newest)
+        observers = Observers(observer, newest, hub)
         follower = stack.enter_context(Follower(stream, sink, observer=observers, **options))
         # What is in the folder already is served at once, and what does not fit is told now.
         follower.version()
@@ -130,100 +146,20 @@ def serving(settings: Settings, logger: Any, observer: Observer | None = None) -
         stack.callback(following.close)
         stack.callback(worker.close)
         worker.start()
-        following.start()
-        yield service.app()
+        with ExitStack() as reported:
+            if hub is not None:
+                reported.enter_context(hub.reporting(following))
+            following.start()
+            yield service.app()
 
 
-class Listener:
-    """A socket that requests come to, and the server behind it.
+class _Loading:
+    """A replica whose model is not there yet, as a hub sees it: an engine that serves nothing."""
 
-    Args:
-        app: The ASGI application.
-        host: An address of this machine.
-        port: 0: any free one.
+    is_ready = False
 
-    Raises:
-        StoreError: It cannot be listened on.
-    """
-
-    def __init__(self, app: Any, host: str, port: int) -> None:
-        import uvicorn
-
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((host, port))
-            # Whoever is told the address may connect at once.
-            self._socket.listen(128)
-        except OSError as error:
-            self._socket.close()
-            raise StoreError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}",
-                hint="Choose another --port, or 0 for any free one",
-            ) from error
-        name = self._socket.getsockname()
-        self.url = f"http://{f'[{name[0]}]' if ':' in name[0] else name[0]}:{name[1]}"
-        config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
-        )
-
-        class Server(uvicorn.Server):
-            # Signals are the caller's.
-            def capture_signals(self) -> Any:
-                return nullcontext()
-
-        self._server = Server(config)
-
-    def run(self) -> None:
-        """Answer requests until :meth:`stop`."""
-        try:
-            self._server.run(sockets=[self._socket])
-        finally:
-            self._socket.close()
-
-    def stop(self) -> None:
-        """End once what is being answered is. From any thread."""
-        self._server.should_exit = True
-
-
-def check_exposure(host: str, token: str) -> None:
-    """Refuse to be open to other machines without a token.
-
-    Raises:
-        InvalidArgument: It would be.
-    """
-    if token or _is_loopback(host):
-        return
-    raise InvalidArgument(
-        f"--host {host} is open to other machines, and nothing would keep them out",
-        hint="Give --token-file with a secret that requests must bring, or listen on 127.0.0.1",
-    )
-
-
-def read_token(path: Path) -> str:
-    """The secret in a file.
-
-    Raises:
-        InvalidArgument: It holds none.
-        StoreError: It cannot be read.
-    """
-    from thinwire.checkpoint.disk import os_errors
-
-    with os_errors("cannot read", path):
-        token = path.read_text(encoding="utf-8").strip()
-    if len(token) < 16 or not token.isascii() or any(letter.isspace() for letter in token):
-        raise InvalidArgument(
-            f"{path} holds no token", hint="Write at least 16 letters and digits on one line"
-        )
-    return token
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
 
 
 def _context_tokens(settings: Settings, loaded: Loaded) -> int:

@@ -1,0 +1,92 @@
+"""Looking for versions again and again: how often, and who may say when."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+from thinwire.follow.wakes import Wakes
+from thinwire.stream.polling import Cadence
+from thinwire.stream.version import Version
+
+# A stream that was set back shows no newer version: so look for our own now and then.
+_LOOKS_PER_DOUBT = 64
+# Where somebody calls looks are rare, and a question more costs little.
+_CALLED_LOOKS_PER_DOUBT = 4
+
+
+class Looks:
+    """Looks at a stream until it is stopped. One thread looks; all else may be called from any.
+
+    Args:
+        look: Looks once; gives the version that is held then, None where there is none to be had.
+        doubt: Has the next look make sure that what is held is still in the stream.
+
+    Attributes:
+        wakes: Has it look now, or more seldom.
+        is_stopped: Whether it is to end.
+    """
+
+    def __init__(self, look: Callable[[], Version | None], doubt: Callable[[], None]) -> None:
+        self._look = look
+        self._doubt = doubt
+        self.wakes = Wakes()
+        self.is_stopped = False
+
+    def stop(self) -> None:
+        """End after the look that runs. Also from a signal handler."""
+        self.is_stopped = True
+        self.wakes.wake()
+
+    def updates(
+        self, poll_s: float, deadline_s: float, idle_s: float | None = None
+    ) -> Iterator[Version | None]:
+        """Yield each version that a look found, and None every ``idle_s`` in between, if given.
+
+        Args:
+            poll_s: The shortest time between two looks.
+            deadline_s: When to end, by the monotonic clock.
+            idle_s: As said.
+        """
+        at: Version | None = None
+        cadence = Cadence()
+        look_count = 0
+        while not self.is_stopped:
+            look_count += 1
+            is_called = self.wakes.are_expected
+            if look_count >= (_CALLED_LOOKS_PER_DOUBT if is_called else _LOOKS_PER_DOUBT):
+                self._doubt()
+                look_count = 0
+            found = self._look()
+            now_s = time.monotonic()
+            if found is not None and (at is None or found.manifest != at.manifest):
+                cadence.note(found.created_ms / 1000, now_s, found.version - (at or found).version)
+                at = found
+                yield found
+            else:
+                yield from self._rest(cadence, now_s, poll_s, deadline_s, idle_s)
+            if time.monotonic() >= deadline_s:
+                return
+
+    def _rest(
+        self,
+        cadence: Cadence,
+        looked_s: float,
+        poll_s: float,
+        deadline_s: float,
+        idle_s: float | None,
+    ) -> Iterator[None]:
+        """Sleep until it is time for the next look."""
+        jitter = random.random()
+        while not self.is_stopped:
+            # Whether somebody calls may change in between.
+            is_called = self.wakes.are_expected
+            wait_s = cadence.wait_s(looked_s, poll_s, jitter, is_called=is_called)
+            left_s = min(looked_s + wait_s, deadline_s) - time.monotonic()
+            if left_s <= 0:
+                return
+            if self.wakes.sleep(left_s if idle_s is None else min(left_s, idle_s)):
+                return
+            if idle_s is not None:
+                yield None

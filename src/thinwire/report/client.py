@@ -1,0 +1,253 @@
+"""A replica's side of a hub: it tells how far it is, and is woken when there is a version.
+
+Following does not depend on it. A hub that is away, slow or hostile costs a replica nothing but the
+wake-ups: versions come from the stream alone, and are looked for by polling as without a hub.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+from thinwire.errors import ThinwireError
+from thinwire.report.beating import Sender, start
+from thinwire.report.calls import Calls, Place
+from thinwire.report.http import Address, Closed
+from thinwire.report.listening import Listening
+from thinwire.report.messages import Heartbeat
+from thinwire.report.naming import check_name
+from thinwire.report.pacing import Pace
+from thinwire.report.state import News, Now, ReplicaState
+from thinwire.stream.events import Applied, CaughtUp, Event
+from thinwire.stream.version import Version
+
+# How often an engine's readiness is looked at: it is no event.
+_READY_S = 0.5
+# How long the end waits for a thread; it ends with the process at the latest.
+_END_S = 3.0
+
+
+@runtime_checkable
+class Following(Protocol):
+    """What follows a stream, such as :class:`thinwire.Follower`."""
+
+    def wake(self) -> None:
+        """Look now. From any thread."""
+
+    def expect_wakes(self, is_expected: bool) -> None:
+        """Whether :meth:`wake` will be called for each version. From any thread."""
+
+    def version(self) -> Version | None:
+        """The version that is held; asked once, before anything else happens."""
+
+
+@runtime_checkable
+class Driving(Protocol):
+    """What keeps an engine at a version, such as :class:`thinwire.engines.driver.Driver`."""
+
+    @property
+    def follower(self) -> Following:
+        """What feeds it."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine serves one whole version. From any thread."""
+
+
+class HubClient:
+    """Reports a replica to a hub, and has it woken. An observer of its follower::
+
+        hub = HubClient("http://hub:8765", "my-run", replica="host-1")
+        with Follower(url, folder, observer=hub) as follower, hub.reporting(follower):
+            for version in follower.follow():
+                ...
+
+    Args:
+        url: The hub: ``http://`` or ``https://``.
+        stream: What the stream is called there.
+        replica: This replica's name: one of its own, and the same after a restart.
+        token: The bearer token, of the role "follow"; empty: none.
+        region: Where the replica is.
+        engine: What holds the weights: "folder", "torch", "vllm", "sglang" ...
+        timeout_s: How long the hub may take for an answer.
+
+    Raises:
+        InvalidArgument: The URL, the token or a name is malformed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        stream: str,
+        *,
+        replica: str,
+        token: str = "",
+        region: str = "",
+        engine: str = "folder",
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._address = Address.of(url, token)
+        self._url = url
+        self._stream = check_name("the stream's name at the hub", stream)
+        self._replica = check_name("the replica's name", replica)
+        if region:
+            check_name("the region", region)
+        check_name("the engine's name", engine)
+        self._timeout_s = timeout_s
+        # What is below is used by the thread that follows, and by two of ours.
+        self._changed = threading.Condition()
+        self._state = ReplicaState(replica, region=region, engine=engine, now=_now())
+        self._calls = Calls()
+        self._pace = Pace()
+        self._following: Following | None = None
+        self._driving: Driving | None = None
+        self._is_relied_on = False
+        self._is_there = True
+        self._last: Heartbeat | None = None
+
+    def on_event(self, event: Event) -> None:
+        """Take note of an event."""
+        now = _now()
+        with self._changed:
+            news = self._state.take(event, now)
+            if news is News.CHANGE:
+                self._pace.changed(now.s)
+            elif news is News.PROGRESS:
+                self._pace.progressed(now.s)
+            if news is not News.NONE:
+                self._changed.notify_all()
+            if isinstance(event, Applied | CaughtUp):
+                self._calls.held(Place(event.lineage, event.version))
+                if isinstance(event, CaughtUp):
+                    self._calls.looked()
+                self._call()
+
+    @contextmanager
+    def reporting(self, replica: Following | Driving) -> Iterator[None]:
+        """Report it, and have it woken, meanwhile.
+
+        Where the block ends by an error of thinwire's, the hub is told so; else that it left.
+        """
+        driving = replica if isinstance(replica, Driving) else None
+        following = replica if isinstance(replica, Following) else replica.follower
+        held = following.version()
+        is_closed = threading.Event()
+        with self._changed:
+            self._calls, self._pace = Calls(), Pace()
+            self._is_relied_on, self._is_there, self._last = False, True, None
+            self._following, self._driving = following, driving
+            self._state.begin(
+                Place() if held is None else Place(held.lineage, held.version),
+                None if held is None else held.step,
+                is_driven=driving is not None,
+            )
+            self._calls.held(self._state.held)
+        listening = Listening(
+            self._address,
+            self._stream,
+            self._url,
+            is_closed,
+            on_head=self._on_head,
+            on_connected=self._on_connected,
+        )
+        threads = [
+            start(lambda: self._beat(is_closed), "thinwire-report"),
+            start(listening.run, "thinwire-listen"),
+        ]
+        try:
+            yield
+        except ThinwireError as error:
+            with self._changed:
+                self._state.fail(error.code, error.message, _now())
+                self._last = self._state.beat(_now())
+            raise
+        finally:
+            self._end(is_closed, threads)
+
+    def _end(self, is_closed: threading.Event, threads: list[threading.Thread]) -> None:
+        with self._changed:
+            is_closed.set()
+            self._changed.notify_all()
+            following, self._following = self._following, None
+        if following is not None:
+            following.expect_wakes(False)
+        end_s = time.monotonic() + _END_S
+        for thread in threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+
+    def _beat(self, is_closed: threading.Event) -> None:
+        sender = Sender(self._address, self._stream, self._url, self._timeout_s, is_closed)
+        try:
+            while (beat := self._next_beat(is_closed)) is not None:
+                answer = sender.send(beat)
+                with self._changed:
+                    self._is_there = answer is not None
+                    if answer is None:
+                        self._pace.failed()
+                        continue
+                    head, interval_s = answer
+                    self._state.arrived(beat.updates)
+                    self._pace.arrived(interval_s)
+                    self._calls.hinted(head)
+                    self._call()
+        except Closed:
+            pass
+        finally:
+            sender.close(self._last, self._replica, is_there=self._is_there)
+
+    def _next_beat(self, is_closed: threading.Event) -> Heartbeat | None:
+        """Wait until a heartbeat is due, and make it; None: it is over."""
+        jitter = random.random()
+        with self._changed:
+            while not is_closed.is_set():
+                now = _now()
+                driving = self._driving
+                if driving is not None and self._state.note_ready(driving.is_ready):
+                    self._pace.changed(now.s)
+                self._call()
+                wait_s = self._pace.due_s(jitter) - now.s
+                if wait_s <= 0:
+                    self._pace.sending(now.s)
+                    return self._state.beat(now)
+                if driving is not None:
+                    wait_s = min(wait_s, _READY_S)
+                ring_s = self._calls.ring_s(now.s)
+                if ring_s is not None:
+                    wait_s = min(wait_s, ring_s)
+                self._changed.wait(wait_s)
+        return None
+
+    def _on_head(self, head: Place) -> None:
+        with self._changed:
+            self._calls.named(head)
+            self._call()
+
+    def _on_connected(self, is_connected: bool) -> None:
+        with self._changed:
+            self._calls.connected(is_connected)
+            if is_connected:
+                # A hub that was started again knows nothing of us.
+                self._pace.returned()
+                self._changed.notify_all()
+            self._call()
+
+    def _call(self) -> None:
+        """Do what the calls ask for. The lock is held."""
+        following = self._following
+        if following is None:
+            return
+        if self._is_relied_on != self._calls.is_relied_on:
+            self._is_relied_on = self._calls.is_relied_on
+            following.expect_wakes(self._is_relied_on)
+        now_s = time.monotonic()
+        if self._calls.ring_s(now_s) == 0:
+            self._calls.rang(now_s)
+            following.wake()
+
+
+def _now() -> Now:
+    return Now(time.monotonic(), time.time_ns() // 1_000_000)

@@ -1,0 +1,332 @@
+"""HTTP to a hub: bounded in time and size whatever the other end does, and ended at once if asked.
+
+Python's own client, so that following needs nothing more installed. Redirects are not followed and
+proxy variables are not read: the token goes to the hub and nowhere else.
+"""
+
+from __future__ import annotations
+
+import io
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from thinwire.errors import InvalidArgument
+
+_CONNECT_S = 5.0
+# How long closing waits for a read at most.
+_SLICE_S = 0.25
+_READ_BYTES = 64 << 10
+MAX_ANSWER_BYTES = 64 << 10
+# Headers, chunk sizes and an answer's end included: what a hub may send before it must be read on.
+_MAX_RECEIVED_BYTES = 256 << 10
+
+
+class HubFault(Exception):
+    """The hub did not do what was asked; the text names no secret and nothing that it sent."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Closed(Exception):
+    """It was asked to end meanwhile."""
+
+
+class Address(NamedTuple):
+    """Where a hub is, checked.
+
+    Attributes:
+        is_tls: Whether it is spoken to by https.
+        host: Its host.
+        port: Its port; None: the scheme's.
+        path: What stands in front of its routes.
+        token: The bearer token; empty: none.
+    """
+
+    is_tls: bool
+    host: str
+    port: int | None
+    path: str
+    token: str
+
+    @classmethod
+    def of(cls, url: str, token: str = "") -> Address:
+        """Check a hub's URL and a token.
+
+        Raises:
+            InvalidArgument: The URL is not ``http://`` or ``https://`` with a host and no more than
+                a path, or the token is none.
+        """
+        problem = _problem_of(url)
+        if problem:
+            # What may hold a password is not repeated.
+            shown = "" if "@" in url else f" {url[:200]!r}"
+            raise InvalidArgument(
+                f"the hub's URL{shown} {problem}",
+                hint="Give the address that it listens on, such as http://127.0.0.1:8765; a token "
+                "goes by itself",
+            )
+        if token and not (token.isascii() and token.isprintable() and " " not in token):
+            raise InvalidArgument(
+                "the hub's token has characters that no header may have",
+                hint="Give one line of letters and digits",
+            )
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        return cls(
+            parts.scheme == "https", parts.hostname, parts.port, parts.path.rstrip("/"), token
+        )
+
+    def __repr__(self) -> str:
+        return f"Address({self.host!r}, {self.port}, {self.path!r})"
+
+
+class Channel:
+    """One connection to a hub, made when it is needed. For one thread.
+
+    Args:
+        address: Where.
+        is_closed: Once set, whatever is waited for ends with :class:`Closed`.
+    """
+
+    def __init__(self, address: Address, is_closed: threading.Event) -> None:
+        self._address = address
+        self._is_closed = is_closed
+        # Of no use to http, and slow to make.
+        self._tls = ssl.create_default_context() if address.is_tls else None
+        self._connection: _Connection | None = None
+
+    def close(self) -> None:
+        """Close what is open; a later call opens it again."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(OSError):
+                connection.shut()
+
+    def ask(
+        self, method: str, path: str, *, body: bytes | None = None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """Call a route; returns its status and its answer.
+
+        A connection that the hub had closed meanwhile is opened again once: what is asked for does
+        no harm twice.
+
+        Raises:
+            HubFault: There is no answer, or none that can be used.
+            Closed: It was asked to end.
+        """
+        was_open = self._connection is not None
+        with self._failing():
+            try:
+                answer = self._send(method, path, body, timeout_s)
+            except (ConnectionError, HTTPException):
+                self.close()
+                if not was_open:
+                    raise
+                answer = self._send(method, path, body, timeout_s)
+            # One more than allowed shows that there is more.
+            data = answer.read(MAX_ANSWER_BYTES + 1)
+            if len(data) > MAX_ANSWER_BYTES:
+                raise HubFault(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
+            if answer.will_close:
+                self.close()
+            return answer.status, data
+
+    def stream(self, path: str, *, silence_s: float) -> Iterator[bytes]:
+        """Call a route whose answer goes on and on; yields what arrives, until it ends.
+
+        Args:
+            path: The route.
+            silence_s: How long nothing may arrive.
+
+        Raises:
+            HubFault: It cannot be called, is no event stream, or nothing arrives any more.
+            Closed: It was asked to end.
+        """
+        with self._failing():
+            answer = self._send("GET", path, None, silence_s)
+            if answer.status != 200:
+                raise HubFault(f"it answers with status {answer.status}", answer.status)
+            kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "text/event-stream":
+                raise HubFault("its answer is no stream of events", answer.status)
+            assert self._connection is not None
+            while data := answer.read1(_READ_BYTES):
+                self._connection.give_s(silence_s)
+                yield data
+        self.close()
+
+    def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> HTTPResponse:
+        if self._connection is None:
+            address = self._address
+            self._connection = _Connection(address, self._tls, self._is_closed)
+        headers = {"Accept-Encoding": "identity"}
+        if self._address.token:
+            headers["Authorization"] = f"Bearer {self._address.token}"
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        self._connection.give_s(timeout_s)
+        self._connection.request(method, self._address.path + path, body, headers)
+        return self._connection.getresponse()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Close the connection where anything goes wrong, and say what in our own words."""
+        try:
+            yield
+        except TimeoutError as error:
+            self.close()
+            raise HubFault("it does not answer in time") from error
+        except (OSError, HTTPException, ValueError) as error:
+            self.close()
+            raise HubFault(_reason(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+
+class _Connection(HTTPConnection):
+    """http.client's, over a socket that knows a deadline for all of an answer."""
+
+    def __init__(
+        self, address: Address, tls: ssl.SSLContext | None, is_closed: threading.Event
+    ) -> None:
+        self.default_port = 80 if tls is None else 443
+        super().__init__(address.host, address.port or self.default_port)
+        self._tls = tls
+        self._is_closed = is_closed
+        self._line: _Line | None = None
+        self._timeout_s = _CONNECT_S
+
+    def give_s(self, timeout_s: float) -> None:
+        """Give it so long from now on, and as many bytes as one answer may have."""
+        self._timeout_s = timeout_s
+        if self._line is not None:
+            self._line.give(timeout_s)
+
+    def shut(self) -> None:
+        """Close the socket."""
+        self.close()
+        if self._line is not None:
+            self._line.shut()
+
+    def connect(self) -> None:
+        """Connect; called by http.client."""
+        if self._is_closed.is_set():
+            raise Closed
+        if self._line is not None:
+            self._line.shut()
+        limit_s = min(_CONNECT_S, self._timeout_s)
+        plain = socket.create_connection((self.host, self.port), limit_s)
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            found = plain
+            if self._tls is not None:
+                found = self._tls.wrap_socket(plain, server_hostname=self.host)
+        except BaseException:
+            plain.close()
+            raise
+        self._line = _Line(found, self._is_closed)
+        self._line.give(self._timeout_s)
+        self.sock = self._line
+
+
+class _Line:
+    """What http.client needs of a socket: each read ends at the deadline, or once it is closed."""
+
+    def __init__(self, found: socket.socket, is_closed: threading.Event) -> None:
+        self._socket = found
+        self._is_closed = is_closed
+        self._deadline_s = 0.0
+        self._left_bytes = 0
+
+    def give(self, timeout_s: float) -> None:
+        """Let it take so long, and one answer's bytes, from now on."""
+        self._deadline_s = time.monotonic() + timeout_s
+        self._left_bytes = _MAX_RECEIVED_BYTES
+
+    def sendall(self, data: Any) -> None:
+        """Send it all."""
+        self._socket.settimeout(max(_SLICE_S, self._deadline_s - time.monotonic()))
+        self._socket.sendall(data)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """A reader of what comes."""
+        return io.BufferedReader(_Reader(self))
+
+    def close(self) -> None:
+        """Nothing yet: http.client closes before it reads an answer that ends with the line."""
+
+    def shut(self) -> None:
+        """Close it."""
+        self._socket.close()
+
+    def read_into(self, buffer: Any) -> int:
+        """Wait for bytes.
+
+        Raises:
+            TimeoutError: None came before the deadline.
+            HubFault: More came than any answer has.
+            Closed: It was asked to end.
+        """
+        if self._left_bytes <= 0:
+            raise HubFault("it sends more than any answer has")
+        while True:
+            if self._is_closed.is_set():
+                raise Closed
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(min(left_s, _SLICE_S))
+            try:
+                size_bytes = self._socket.recv_into(buffer)
+            except TimeoutError:
+                continue
+            self._left_bytes -= size_bytes
+            return size_bytes
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, line: _Line) -> None:
+        self._line = line
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._line.read_into(buffer)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, ConnectionError):
+        return "the connection broke"
+    return "its answer is not HTTP"
+
+
+def _problem_of(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return "is not an address"
+    if parts.scheme not in {"http", "https"}:
+        return "begins with neither http:// nor https://"
+    if not parts.hostname or port == 0:
+        return "names no host, or no port"
+    if parts.username is not None or parts.password is not None:
+        return "has a user or a password in it"
+    if parts.query or parts.fragment or not url.isascii() or not url.isprintable() or " " in url:
+        return "has more than a host, a port and a path"
+    return ""
