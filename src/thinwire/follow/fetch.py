@@ -14,6 +14,7 @@ from thinwire.checkpoint.disk import create, os_errors
 from thinwire.codec.threads import map_in_order
 from thinwire.errors import ChecksumMismatch, InvalidArgument
 from thinwire.follow.cache import BlockCache
+from thinwire.follow.relayed import RelayedStore
 from thinwire.store import Store
 from thinwire.stream.blocks import ObjectRecord, check_block
 
@@ -35,6 +36,12 @@ class Wanted(NamedTuple):
 class Fetcher:
     """Fetches objects of one store. Safe to use from several threads.
 
+    Args:
+        store: The store.
+        cache: Where blocks are looked for first, and kept.
+        memory_limit_bytes: What fetching may hold in memory.
+        on_bytes: Called with the size of whatever arrived, from any of its threads.
+
     Attributes:
         fetched_bytes: What crossed the network so far.
         cached_bytes: What the cache had.
@@ -46,6 +53,7 @@ class Fetcher:
         *,
         cache: BlockCache | None = None,
         memory_limit_bytes: int = DEFAULT_MEMORY_BYTES,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         if memory_limit_bytes < MIN_MEMORY_BYTES:
             raise InvalidArgument(
@@ -55,13 +63,19 @@ class Fetcher:
         self._store = store
         self._cache = cache
         self._memory_bytes = memory_limit_bytes
+        self._on_bytes = on_bytes
         self._lock = threading.Lock()
         self.fetched_bytes = 0
         self.cached_bytes = 0
 
-    def fork(self) -> Fetcher:
+    def fork(self, on_bytes: Callable[[int], None] | None = None) -> Fetcher:
         """Another one with counts of its own, for one thing to fetch."""
-        return Fetcher(self._store, cache=self._cache, memory_limit_bytes=self._memory_bytes)
+        return Fetcher(
+            self._store,
+            cache=self._cache,
+            memory_limit_bytes=self._memory_bytes,
+            on_bytes=on_bytes,
+        )
 
     def is_small(self, record: ObjectRecord) -> bool:
         """Whether an object may be held in memory whole."""
@@ -134,8 +148,26 @@ class Fetcher:
         if cached := self._cached(record, numbers):
             with self._lock:
                 self.cached_bytes += stop - start
+            self._tell(stop - start)
             return start, cached
-        data = self._get(wanted, start, stop)
+        try:
+            data = self._fetched(self._store, wanted, numbers)
+        except ChecksumMismatch:
+            if not isinstance(self._store, RelayedStore):
+                raise
+            self._store.distrust(wanted.key)
+            data = self._fetched(self._store.upstream, wanted, numbers)
+        else:
+            if isinstance(self._store, RelayedStore):
+                self._store.believe()
+        self._tell(stop - start)
+        return start, data
+
+    def _fetched(self, store: Store, wanted: Wanted, numbers: range) -> bytes:
+        """Neighbouring blocks, verified and kept in the cache."""
+        record = wanted.record
+        start, stop = record.span(numbers[0])[0], record.span(numbers[-1])[1]
+        data = self._get(store, wanted, start, stop)
         with self._lock:
             self.fetched_bytes += stop - start
         view = memoryview(data)
@@ -145,13 +177,18 @@ class Fetcher:
             check_block(record, number, block, wanted.what)
             if self._cache:
                 self._cache.put(record.blocks[number], block)
-        return start, data
+        return data
 
-    def _get(self, wanted: Wanted, start: int, stop: int) -> bytes:
+    def _tell(self, byte_count: int) -> None:
+        if self._on_bytes is not None:
+            self._on_bytes(byte_count)
+
+    @staticmethod
+    def _get(store: Store, wanted: Wanted, start: int, stop: int) -> bytes:
         whole = start == 0 and stop == wanted.record.size
         if not whole:
-            return self._store.get_range(wanted.key, start, stop)
-        data = self._store.get(wanted.key, limit_bytes=stop)
+            return store.get_range(wanted.key, start, stop)
+        data = store.get(wanted.key, limit_bytes=stop)
         if len(data) != stop:
             raise ChecksumMismatch(
                 f"{wanted.what} has {len(data)} bytes where the manifest says {stop}",

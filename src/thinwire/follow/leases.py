@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from contextlib import suppress
 
@@ -13,6 +14,8 @@ from thinwire.stream.encoding import encode
 from thinwire.stream.records import FORMAT, LEASE_TTL_S, Lease
 
 _EVERY_S = LEASE_TTL_S / 3
+# A store that is away is tried again for long, and a lease ends by itself.
+_END_WITHIN_S = 3.0
 
 
 class LeaseKeeper:
@@ -44,10 +47,14 @@ class LeaseKeeper:
         return None
 
     def end(self) -> None:
-        """Remove the lease, if there is one."""
-        if self._key is not None:
-            self._delete(self._key)
-            self._key = None
+        """Remove the lease, if there is one and that takes no time."""
+        key, self._key = self._key, None
+        if key is not None:
+            ending = threading.Thread(
+                target=self._delete, args=(key,), name="thinwire-lease", daemon=True
+            )
+            ending.start()
+            ending.join(_END_WITHIN_S)
 
     def _delete(self, key: str | None) -> None:
         # What stays ends by itself.

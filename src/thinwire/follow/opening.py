@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from thinwire.follow.key_files import read_signing_key
+from thinwire.follow.relayed import RelayedStore, open_relay
 from thinwire.follow.stream import Stream
 from thinwire.store import Store, open_store
 from thinwire.stream.records import Policy
@@ -22,13 +23,14 @@ def open_stream(
     trusted_keys: Collection[str] = (),
     single_writer: bool = False,
     retry_s: float = 60.0,
+    relay: str | Store | None = None,
 ) -> Stream:
     """Open the stream at ``url``, which need not exist yet: its first publisher makes it.
 
     Args:
         url: ``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``, ``hf://``, a folder's
-            path, or a :class:`thinwire.store.Store`. Credentials come from the usual environment
-            only.
+            ``http[s]://`` (a relay's), path, or a :class:`thinwire.store.Store`. Credentials come
+            from the usual environment only.
         model: The model's name, kept in the stream when it is made.
         policy: How the stream is looked after, kept in it when it is made; later on
             :func:`thinwire.set_policy` changes it.
@@ -39,15 +41,24 @@ def open_stream(
         single_writer: The caller vouches that only one process ever writes, so that a store
             without put-if-absent will do.
         retry_s: How long to retry what may be a passing failure of the store.
+        relay: The URL of a relay nearby to read through; see
+            :class:`thinwire.follow.relayed.RelayedStore`. Without ``trusted_keys`` only what
+            manifests name comes through it.
 
     Raises:
-        InvalidArgument: The URL, the policy or a key is malformed.
+        InvalidArgument: The URL, the relay's, the policy or a key is malformed.
         AccessDenied: Others than its owner may read the file of the signing key.
     """
     if isinstance(signing_key, str | os.PathLike):
         signing_key = read_signing_key(Path(signing_key))
+    if signing_key is not None and not trusted_keys:
+        trusted_keys = [signing_key.public]
     if isinstance(url, str | os.PathLike):
-        url = open_store(os.fspath(url), single_writer=single_writer, retry_s=retry_s)
+        own_retry_s = retry_s if relay is None else 0.0
+        url = open_store(os.fspath(url), single_writer=single_writer, retry_s=own_retry_s)
+    if relay is not None:
+        before = open_relay(relay) if isinstance(relay, str) else relay
+        url = RelayedStore(before, url, trusted_keys=trusted_keys, retry_s=retry_s)
     return Stream(
         url,
         model=model,

@@ -40,7 +40,8 @@ def open_store(url: str, *, single_writer: bool = False, retry_s: float = 60.0) 
     ``file:///path``, ``memory://NAME`` (one per name and process), ``s3://BUCKET/PATH`` (any
     endpoint through ``AWS_ENDPOINT_URL``), ``gs://BUCKET/PATH``, ``az://CONTAINER/PATH``,
     ``abfs[s]://CONTAINER[@ACCOUNT.dfs.core.windows.net]/PATH``,
-    ``hf://buckets/NAMESPACE/NAME/PATH`` (no put-if-absent: writers need ``single_writer``).
+    ``hf://buckets/NAMESPACE/NAME/PATH`` (no put-if-absent: writers need ``single_writer``),
+    ``http[s]://HOST:PORT[/NAME]`` (a relay: to read from, see :mod:`thinwire.store.http_store`).
     Credentials come from the environment, for S3 also from profiles and for ``hf://`` from the
     log-in; never from the URL. Nothing is contacted yet.
 
@@ -90,7 +91,7 @@ def _checked_url(url: str, scheme: str) -> SplitResult:
         has_password = parts.password is not None
     except ValueError:
         raise InvalidArgument(f"this {scheme}:// URL cannot be read", hint="Check it") from None
-    is_bucket = scheme not in ("file", "memory")
+    is_bucket = scheme not in ("file", "memory", "http", "https")
     # Azure's own URLs have the container before the "@".
     has_user = parts.username is not None and not scheme.startswith("abfs")
     misplaced = is_bucket and (":" in parts.netloc or "@" in parts.path)
@@ -192,6 +193,12 @@ def _open_azure(parts: SplitResult, retry_s: float) -> Store:
     return ObjectStore(client, url)
 
 
+def _open_http(parts: SplitResult, retry_s: float) -> Store:
+    from thinwire.store.http_store import open_http
+
+    return open_http(parts, os.environ)
+
+
 def _bucket(parts: SplitResult) -> tuple[str, str | None, str]:
     """The bucket, the path in it, and the URL to show."""
     path = unquote(parts.path).removeprefix("/").removesuffix("/")
@@ -252,4 +259,6 @@ _OPENERS: dict[str, Callable[[SplitResult, float], Store]] = {
     "abfs": _open_azure,
     "abfss": _open_azure,
     "hf": lambda parts, _: open_bucket(parts, os.environ),
+    "http": _open_http,
+    "https": _open_http,
 }
