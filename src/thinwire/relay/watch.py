@@ -1,0 +1,185 @@
+"""Looks for new versions, so that what followers are going to ask for is there before they do."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+
+from thinwire.errors import ThinwireError, Unavailable
+from thinwire.follow import Stream
+from thinwire.relay.blocks import SPAN_BYTES, Block, Blocks
+from thinwire.relay.needs import UpstreamLease
+from thinwire.relay.records import Records
+from thinwire.relay.upstream import Upstream
+from thinwire.stream.places import objects_of
+from thinwire.stream.polling import MAX_WAIT_S, Cadence
+from thinwire.stream.records import Manifest
+
+_LOG = logging.getLogger("thinwire")
+# Behind by more, followers take merged deltas, and only those they ask for are worth a download.
+_MOST_STEPS = 4
+_AHEAD_BYTES = 8 * SPAN_BYTES
+# Of all that can be kept; more would push out what is in use.
+_LARGEST_SHARE = 0.5
+_FETCH_WITHIN_S = 3600.0
+
+
+class Watch:
+    """A thread that looks for new versions of one stream, and fetches what leads to them.
+
+    Args:
+        upstream: The store.
+        records: The stream's records.
+        blocks: Its blocks.
+        lease: What is renewed now and then.
+        stream: The stream, read through the records.
+        poll_s: The shortest time between two looks.
+        fetches: Whether what leads to a new version is fetched before anybody asks.
+        largest_bytes: Objects beyond this are fetched only when somebody asks.
+
+    Attributes:
+        head: The newest version seen; None: none yet.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        records: Records,
+        blocks: Blocks,
+        lease: UpstreamLease,
+        stream: Stream,
+        *,
+        poll_s: float,
+        fetches: bool,
+        largest_bytes: int,
+    ) -> None:
+        self._upstream = upstream
+        self._records = records
+        self._blocks = blocks
+        self._lease = lease
+        self._poll_s = poll_s
+        self._fetches = fetches
+        self._largest_bytes = int(largest_bytes * _LARGEST_SHARE)
+        self._stream = stream
+        self._cadence = Cadence()
+        self._woken = threading.Event()
+        self._is_stopped = False
+        self._is_renewing = False
+        self._fetching: threading.Thread | None = None
+        self._wanted: deque[Manifest] = deque(maxlen=_MOST_STEPS)
+        self._is_wanted = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.head: Manifest | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        runs = [("thinwire-watch", self._run)]
+        if self._fetches:
+            runs.append(("thinwire-ahead", self._fetch))
+        for name, run in runs:
+            thread = threading.Thread(target=run, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def wake(self) -> None:
+        """Look now: somebody says that there is a new version, or a need. From any thread."""
+        self._records.look_again()
+        self._upstream.hurry()
+        self._woken.set()
+
+    def stop(self) -> None:
+        """End; a look that runs is not waited for."""
+        self._is_stopped = True
+        self._woken.set()
+        self._is_wanted.set()
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            try:
+                self._renew()
+                self._look()
+            except Unavailable:
+                # Told by the upstream itself.
+                pass
+            except (ThinwireError, TimeoutError) as error:
+                _LOG.warning("cannot look for new versions: %s", error)
+            except Exception:
+                # A bug must not leave followers without their looks.
+                _LOG.exception("looking for new versions failed")
+            wait_s = self._cadence.wait_s(time.monotonic(), self._poll_s, random.random())
+            if self._woken.wait(min(wait_s, MAX_WAIT_S)):
+                self._woken.clear()
+
+    def _look(self) -> None:
+        found: list[Manifest] = []
+        at = self.head
+        while at is not None and len(found) <= _MOST_STEPS:
+            following = self._stream.manifest(at.lineage, at.version + 1)
+            if following is None or following.kind == "end":
+                break
+            found.append(following)
+            at = following
+        if (
+            at is None
+            or len(found) > _MOST_STEPS
+            or (self._stream.manifest(at.lineage, at.version + 1) is not None)
+        ):
+            tip = self._stream.tip(at)
+            found = [tip.head] if tip.head is not None and tip.head != self.head else []
+        if not found:
+            return
+        before, self.head = self.head, found[-1]
+        steps = 0 if before is None else found[-1].version - before.version
+        self._cadence.note(found[-1].created_ms / 1000, time.monotonic(), steps)
+        # So that joiners find it near, also when the store is away.
+        self._wanted.extend(found)
+        self._is_wanted.set()
+
+    def _renew(self) -> None:
+        """Renew the lease on another thread: it may hang."""
+        if self._is_renewing:
+            return
+        self._is_renewing = True
+
+        def renew() -> None:
+            try:
+                self._lease.renew()
+            finally:
+                self._is_renewing = False
+
+        self._upstream.workers.submit(renew)
+
+    def _fetch(self) -> None:
+        while not self._is_stopped:
+            self._is_wanted.wait()
+            self._is_wanted.clear()
+            while self._wanted and not self._is_stopped:
+                manifest = self._wanted.popleft()
+                try:
+                    self._fetch_version(manifest)
+                except (ThinwireError, TimeoutError) as error:
+                    _LOG.info("version %d is not fetched ahead: %s", manifest.version, error)
+
+    def _fetch_version(self, manifest: Manifest) -> None:
+        if manifest.kind != "delta" or manifest.payload_bytes > self._largest_bytes:
+            return
+        for key, record in objects_of(manifest).items():
+            waiting: deque[tuple[Future[bytes], int]] = deque()
+            waiting_bytes = 0
+            for number in range(len(record.blocks)):
+                block = Block(key, record, number)
+                flight = self._blocks.hasten(block, len(record.blocks))
+                if flight is None:
+                    continue
+                waiting.append((flight, block.size_bytes))
+                waiting_bytes += block.size_bytes
+                while waiting_bytes > _AHEAD_BYTES and not self._is_stopped:
+                    first, size_bytes = waiting.popleft()
+                    first.result(_FETCH_WITHIN_S)
+                    waiting_bytes -= size_bytes
+            for flight, _ in waiting:
+                flight.result(_FETCH_WITHIN_S)
