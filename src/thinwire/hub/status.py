@@ -1,0 +1,121 @@
+"""What a hub says of a stream, its regions and replicas. Decisions only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import ceil
+from typing import NamedTuple, TypeVar
+
+from thinwire.hub.bodies import Readiness
+from thinwire.hub.replicas import Seen
+from thinwire.hub.versions import UNKNOWN, History
+from thinwire.report.messages import Counts, RegionStatus, ReplicaStatus
+
+_N = TypeVar("_N", int, float)
+_SERVING = ("ready", "updating")
+
+
+class Rule(NamedTuple):
+    """When replicas are ready.
+
+    Attributes:
+        max_staleness_steps: How far behind one may be; None: any distance.
+        share: How many of all that are not lost, from 0 to 1.
+    """
+
+    max_staleness_steps: int | None = None
+    share: float = 1.0
+
+
+def status_of(seen: Seen, history: History, now_s: float, now_ms: int) -> ReplicaStatus:
+    """A replica as it is now.
+
+    Args:
+        seen: What it said.
+        history: What there is.
+        now_s: The time by the clock of ``seen``.
+        now_ms: The time by the publisher's kind of clock.
+    """
+    beat = seen.beat
+    staleness = UNKNOWN
+    if beat.kind == "replica":
+        staleness = history.staleness(beat.lineage, beat.version, beat.step, now_ms)
+    return ReplicaStatus(
+        beat=beat,
+        state=seen.state(now_s),
+        staleness_steps=staleness.steps,
+        staleness_s=staleness.seconds,
+        seen_s=max(0.0, now_s - seen.seen_s),
+    )
+
+
+def counts_of(statuses: Iterable[ReplicaStatus]) -> Counts:
+    """How many replicas are in which state."""
+    found = Counter(one.state for one in statuses if one.beat.kind == "replica")
+    return Counts(**{str(state): count for state, count in found.items()})
+
+
+def regions_of(statuses: Iterable[ReplicaStatus]) -> list[RegionStatus]:
+    """The regions, by name."""
+    members: dict[str, list[ReplicaStatus]] = {}
+    for one in statuses:
+        members.setdefault(one.beat.region, []).append(one)
+    return [_region(region, members[region]) for region in sorted(members)]
+
+
+def _region(region: str, members: Sequence[ReplicaStatus]) -> RegionStatus:
+    here = [one for one in members if one.state != "lost"]
+    steps = sorted(one.staleness_steps for one in here if one.staleness_steps is not None)
+    seconds = sorted(one.staleness_s for one in here if one.staleness_s is not None)
+    return RegionStatus(
+        region=region,
+        counts=counts_of(members),
+        relay_count=sum(one.beat.kind == "relay" for one in here),
+        staleness_steps_p50=quantile(steps, 0.5),
+        staleness_steps_p95=quantile(steps, 0.95),
+        staleness_steps_max=quantile(steps, 1),
+        staleness_s_max=quantile(seconds, 1),
+        fetched_bytes=sum(one.beat.fetched_bytes for one in members),
+        served_bytes=sum(one.beat.served_bytes for one in members),
+    )
+
+
+def quantile(values: Sequence[_N], share: float) -> _N | None:
+    """The smallest of some sorted values that so many of them do not exceed; None: there is none.
+
+    Args:
+        values: Sorted.
+        share: Above 0, at most 1.
+    """
+    if not values:
+        return None
+    return values[_share_of(len(values), share) - 1]
+
+
+def judge(statuses: Iterable[ReplicaStatus], rule: Rule) -> Readiness:
+    """Whether enough replicas keep to a rule. Relays do not count, nor do the lost."""
+    replicas = [one for one in statuses if one.beat.kind == "replica"]
+    here = [one for one in replicas if one.state != "lost"]
+    ready_count = sum(_keeps(one, rule) for one in here)
+    needed = _share_of(len(here), rule.share)
+    text = f"{ready_count} of {len(here)} replicas are ready"
+    if rule.max_staleness_steps is not None:
+        text += f" and at most {rule.max_staleness_steps} steps behind"
+    text += f"; {needed} must be"
+    if lost_count := len(replicas) - len(here):
+        text += f"; {lost_count} more are lost, and do not count"
+    return Readiness(ready_count >= needed, text, ready_count, len(here))
+
+
+def _share_of(count: int, share: float) -> int:
+    """How many make up a share, at least one. 0.55 of 100 are 55, whatever floats say."""
+    return max(1, ceil(share * count - 1e-9))
+
+
+def _keeps(one: ReplicaStatus, rule: Rule) -> bool:
+    if one.state not in _SERVING:
+        return False
+    if rule.max_staleness_steps is None:
+        return True
+    return one.staleness_steps is not None and one.staleness_steps <= rule.max_staleness_steps

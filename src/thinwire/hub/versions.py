@@ -1,0 +1,145 @@
+"""A stream's newest versions, and how far behind one of them is. Decisions only."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from typing import NamedTuple
+
+from thinwire.report.messages import VersionNote
+from thinwire.stream.records import Manifest
+
+MAX_IDENTITY_CHARS = 128
+
+
+class Staleness(NamedTuple):
+    """How far a version is behind the head.
+
+    Attributes:
+        steps: The head's step less its own; versions, where a step is missing or the lineages
+            differ. None: the stream does not have it.
+        seconds: Since the version after it was published, by the publisher's clock.
+    """
+
+    steps: int | None
+    seconds: float | None
+
+
+UNKNOWN = Staleness(None, None)
+
+
+def note_of(manifest: Manifest) -> VersionNote:
+    """What is told of a version."""
+    identity = manifest.metadata.get("identity", "")
+    is_usable = isinstance(identity, str) and len(identity) <= MAX_IDENTITY_CHARS
+    return VersionNote(
+        lineage=manifest.lineage,
+        version=manifest.version,
+        step=manifest.step,
+        kind=manifest.kind,
+        created_ms=manifest.created_ms,
+        payload_bytes=manifest.payload_bytes,
+        raw_bytes=manifest.raw_bytes,
+        changed_count=manifest.changed_count,
+        word_count=manifest.word_count,
+        identity=identity if is_usable else "",
+    )
+
+
+class History:
+    """The newest versions of a stream, over all its lineages; there may be holes.
+
+    Numbers never repeat in a stream, so a number names a version here.
+
+    Args:
+        limit: How many are kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._numbers: list[int] = []
+        self._notes: dict[int, VersionNote] = {}
+        self.payload_bytes = 0
+        self.raw_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def head(self) -> VersionNote | None:
+        """The newest version; None: none."""
+        return self._notes[self._numbers[-1]] if self._numbers else None
+
+    def clear(self) -> None:
+        """Forget everything: the stream is another one."""
+        self._numbers.clear()
+        self._notes.clear()
+        self.payload_bytes = self.raw_bytes = 0
+
+    def add(self, note: VersionNote) -> bool:
+        """Take a version in; whether it was not there, and there was room.
+
+        The oldest one makes room, unless this is older still.
+        """
+        if note.version in self._notes:
+            return False
+        if len(self._numbers) >= self._limit:
+            if note.version < self._numbers[0]:
+                return False
+            self._drop(self._numbers.pop(0))
+        insort(self._numbers, note.version)
+        self._notes[note.version] = note
+        self.payload_bytes += note.payload_bytes
+        self.raw_bytes += note.raw_bytes
+        return True
+
+    def find(self, version: int) -> VersionNote | None:
+        """The version with this number."""
+        return self._notes.get(version)
+
+    def find_identity(self, identity: str) -> VersionNote | None:
+        """The newest version that the trainer called so."""
+        for number in reversed(self._numbers):
+            if self._notes[number].identity == identity:
+                return self._notes[number]
+        return None
+
+    def newest(self, limit: int, before: int | None = None) -> list[VersionNote]:
+        """At most so many, newest first.
+
+        Args:
+            limit: How many.
+            before: Only those with a lower number.
+        """
+        stop = len(self._numbers) if before is None else bisect_left(self._numbers, before)
+        return [self._notes[n] for n in reversed(self._numbers[max(0, stop - limit) : stop])]
+
+    def staleness(self, lineage: str, version: int, step: int | None, now_ms: int) -> Staleness:
+        """How far a version is behind the head.
+
+        Args:
+            lineage: Its lineage.
+            version: Its number; 0: none.
+            step: Its step as whoever serves it says; that of the history counts more.
+            now_ms: The time.
+        """
+        head = self.head
+        if head is None or version == 0:
+            return UNKNOWN
+        if version >= head.version:
+            # A replica may be faster than the hub; but only on the lineage that goes on.
+            return Staleness(0, 0.0) if lineage == head.lineage else UNKNOWN
+        known = self._notes.get(version)
+        if known is not None:
+            if known.lineage != lineage:
+                return UNKNOWN
+            step = known.step
+        following = self._notes[self._numbers[bisect_right(self._numbers, version)]]
+        steps = head.version - version
+        if lineage == head.lineage and step is not None and head.step is not None:
+            steps = max(0, head.step - step)
+        return Staleness(steps, max(0, now_ms - following.created_ms) / 1000)
+
+    def _drop(self, number: int) -> None:
+        note = self._notes.pop(number)
+        self.payload_bytes -= note.payload_bytes
+        self.raw_bytes -= note.raw_bytes

@@ -1,0 +1,91 @@
+"""A stream's history: bounded, in order, and how stale a version is in it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.hub.versions import MAX_IDENTITY_CHARS, History
+
+from .making import LINEAGE, OTHER, note
+
+
+def history(*notes: object, limit: int = 100) -> History:
+    made = History(limit)
+    for one in notes:
+        made.add(one)  # type: ignore[arg-type]
+    return made
+
+
+def test_newest_first_before_a_version_and_across_holes() -> None:
+    made = history(*(note(number) for number in (1, 2, 3, 7, 8)))
+    assert [one.version for one in made.newest(3)] == [8, 7, 3]
+    assert [one.version for one in made.newest(9, before=7)] == [3, 2, 1]
+    assert [one.version for one in made.newest(9, before=5)] == [3, 2, 1]
+    assert made.newest(9, before=1) == []
+    assert made.find(7) == note(7)
+    assert made.find(4) is None
+
+
+@given(st.lists(st.integers(1, 30)), st.integers(1, 5))
+def test_the_newest_are_kept_in_any_order(numbers: list[int], limit: int) -> None:
+    made = history(*(note(number) for number in numbers), limit=limit)
+    kept = sorted(set(numbers), reverse=True)[:limit]
+    assert [one.version for one in made.newest(99)] == kept
+    assert made.payload_bytes == 10 * len(kept)
+    assert made.raw_bytes == 1000 * len(kept)
+    assert (made.head.version if made.head else None) == (kept[0] if kept else None)
+
+
+def test_what_is_too_old_is_refused() -> None:
+    made = history(note(5), note(6), limit=2)
+    assert not made.add(note(4))
+    assert not made.add(note(6))
+    assert made.add(note(7))
+    assert [one.version for one in made.newest(9)] == [7, 6]
+
+
+def test_staleness_in_steps_and_seconds() -> None:
+    made = history(*(note(number, step=10 * number) for number in range(1, 6)))
+    assert made.staleness(LINEAGE, 5, 50, 9_000) == (0, 0.0)
+    # The first version that it lacks is 4, published at 4 s.
+    assert made.staleness(LINEAGE, 3, 30, 9_000) == (20, 5.0)
+    # What the replica says of the step of a version that is known counts for nothing.
+    assert made.staleness(LINEAGE, 3, 49, 9_000) == (20, 5.0)
+    # A clock that is behind the publisher's.
+    assert made.staleness(LINEAGE, 3, 30, 0) == (20, 0.0)
+    assert made.staleness(LINEAGE, 0, None, 9_000) == (None, None)
+    # A replica may be faster than the hub.
+    assert made.staleness(LINEAGE, 6, 60, 9_000) == (0, 0.0)
+    assert made.staleness(OTHER, 6, 60, 9_000) == (None, None)
+    assert made.staleness(OTHER, 3, 30, 9_000) == (None, None)
+
+
+def test_staleness_without_steps_counts_versions() -> None:
+    made = history(*(note(number) for number in range(1, 6)))
+    assert made.staleness(LINEAGE, 2, None, 9_000).steps == 3
+    assert made.staleness(LINEAGE, 2, 7, 9_000).steps == 3
+
+
+def test_staleness_before_the_history() -> None:
+    made = history(note(8, step=80), note(9, step=90))
+    assert made.staleness(LINEAGE, 2, 20, 9_000) == (70, 1.0)
+    assert made.staleness(LINEAGE, 2, None, 9_000) == (7, 1.0)
+
+
+def test_staleness_in_a_lineage_that_was_left() -> None:
+    # The trainer went back to step 10: its new steps say nothing of the old weights.
+    made = history(note(1, 10), note(2, 20), note(3, 11, OTHER), note(4, 12, OTHER))
+    assert made.staleness(LINEAGE, 2, 20, 9_000) == (2, 6.0)
+    assert made.staleness(OTHER, 3, 11, 9_000) == (1, 5.0)
+
+
+def test_identities() -> None:
+    made = history(note(1, identity="x"), note(2, identity="x"), note(3))
+    found = made.find_identity("x")
+    assert found is not None
+    assert found.version == 2
+    assert made.find_identity("y") is None
+    assert MAX_IDENTITY_CHARS == 128
+    made.clear()
+    assert (made.head, len(made), made.raw_bytes) == (None, 0, 0)
