@@ -22,7 +22,7 @@ PUBLISHED = Published(
     **PLACE, step=70, payload_bytes=100, raw_bytes=1000, changed_count=3, wall_s=0.5
 )
 FETCHED = Fetched(**PLACE, kind="delta", payload_bytes=60, cached_bytes=40, wall_s=0.123456789)
-APPLIED = Applied(**PLACE, kind="delta", base=6, wall_s=0.02, age_s=30.0)
+APPLIED = Applied(**PLACE, kind="delta", base=6, step=70, wall_s=0.02, age_s=30.0)
 REFUSED = Refused(url=URL, lineage="", version=0, code="unavailable", reason="no answer")
 MAINTAINED = Maintained(
     url=URL, lineage="", version=7, kind="merge", object_count=2, payload_bytes=9
@@ -53,7 +53,8 @@ def test_log_levels_and_facts() -> None:
     ]
     facts = [line[2] for line in recorder.lines]
     assert facts[1]["wall_s"] == 0.123457
-    assert facts[2] == {**PLACE, "kind": "delta", "base": 6, "wall_s": 0.02, "age_s": 30.0}
+    place = {**PLACE, "kind": "delta", "base": 6, "step": 70}
+    assert facts[2] == {**place, "wall_s": 0.02, "age_s": 30.0}
     assert facts[3] == {"url": URL, "code": "unavailable", "reason": "no answer"}
 
 

@@ -20,13 +20,16 @@ from thinwire.cli.diff import diff
 from thinwire.cli.failures import INTERRUPTED, usage_reported
 from thinwire.cli.follow import follow
 from thinwire.cli.fsck import fsck
+from thinwire.cli.hub import hub
 from thinwire.cli.inspect import inspect
 from thinwire.cli.keygen import keygen
 from thinwire.cli.log import log
 from thinwire.cli.maintain import maintain
 from thinwire.cli.mirror import mirror
+from thinwire.cli.plan import plan
 from thinwire.cli.policy import policy
 from thinwire.cli.publish import publish
+from thinwire.cli.relay import relay
 from thinwire.cli.serve import serve
 from thinwire.cli.verify import verify
 
@@ -86,6 +89,8 @@ for stream_command in (publish, follow, log, cat, maintain, policy, fsck, keygen
     app.command(rich_help_panel="Streams")(stream_command)
 for interop_command in (convert, mirror):
     app.command(rich_help_panel="Other systems' formats")(interop_command)
+for region_command in (hub, relay, plan):
+    app.command(rich_help_panel="Regions")(region_command)
 for engine_command in (attach, serve):
     app.command(rich_help_panel="Engines")(engine_command)
 

@@ -25,6 +25,16 @@ from thinwire.cli.options import (
     Trust,
 )
 from thinwire.cli.output import print_json_line
+from thinwire.cli.reporting import (
+    HubStream,
+    HubTokenFile,
+    HubUrl,
+    Region,
+    RelayUrl,
+    Replica,
+    make_client,
+    reporting,
+)
 from thinwire.cli.signals import stopped_by_signals
 from thinwire.errors import InvalidArgument
 
@@ -41,6 +51,12 @@ class EngineKind(StrEnum):
 
     VLLM = "vllm"
     SGLANG = "sglang"
+
+
+_ENDPOINTS = {
+    EngineKind.VLLM: "http://127.0.0.1:8000",
+    EngineKind.SGLANG: "http://127.0.0.1:30000",
+}
 
 
 class CacheKind(StrEnum):
@@ -173,6 +189,12 @@ def attach(
         ),
     ] = None,
     metrics_port: MetricsPort = None,
+    hub: HubUrl = None,
+    hub_stream: HubStream = None,
+    hub_token_file: HubTokenFile = None,
+    region: Region = None,
+    replica: Replica = None,
+    relay: RelayUrl = None,
     log_level: LogOption = LogLevel.INFO,
     as_json: JsonLines = False,
 ) -> None:
@@ -188,6 +210,7 @@ def attach(
         from thinwire.engines.engine import Policy
         from thinwire.follow import open_stream
         from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES
+        from thinwire.stream.events import Observers
 
         if once and ready_file is not None:
             raise InvalidArgument(
@@ -196,12 +219,23 @@ def attach(
             )
         policy = Policy(cache=cache.value, pause=pause.value)
         ways = [kind.value for kind in way or ()]
-        driven = _engine(engine, endpoint, ways, unfed or [], prove)
+        at = endpoint or _ENDPOINTS[engine]
+        driven = _engine(engine, at, ways, unfed or [], prove)
+        client = make_client(
+            hub,
+            hub_stream,
+            hub_token_file,
+            region,
+            replica,
+            url=stream,
+            place=at,
+            engine=engine.value,
+        )
         on_ready = _ready_file(ready_file)
         logger, observer = stack.enter_context(observing(log_level, metrics_port))
         driver = stack.enter_context(
             Driver(
-                open_stream(stream, trusted_keys=trust or ()),
+                open_stream(stream, trusted_keys=trust or (), relay=relay),
                 driven,
                 folder,
                 policy=policy,
@@ -214,7 +248,7 @@ def attach(
                     attach=attach_deadline,
                 ),
                 on_ready=on_ready,
-                observer=observer,
+                observer=Observers(observer, client),
                 base=base,
                 accept_new_lineages=accept_new_lineages,
                 cache_dir=block_cache,
@@ -223,6 +257,7 @@ def attach(
         )
         stack.callback(on_ready, False)
         stack.enter_context(stopped_by_signals(driver.stop))
+        stack.enter_context(reporting(client, driver))
         logger.info("attaching", url=driver.follower.stream.url, engine=engine.value)
         if once:
             served = driver.bring_to(driver.follower.catch_up())
@@ -235,7 +270,7 @@ def attach(
 
 
 def _engine(
-    kind: EngineKind, endpoint: str | None, ways: list[str], unfed: list[str], prove: ProofKind
+    kind: EngineKind, endpoint: str, ways: list[str], unfed: list[str], prove: ProofKind
 ) -> Engine:
     key = os.environ.get(KEY_VARIABLE) or None
     admin_key = os.environ.get(ADMIN_KEY_VARIABLE) or None
@@ -243,7 +278,7 @@ def _engine(
         from thinwire.engines.vllm import VLLM
 
         return VLLM(
-            endpoint or "http://127.0.0.1:8000",
+            endpoint,
             api_key=key,
             ways=ways,
             unfed=unfed,
@@ -256,10 +291,9 @@ def _engine(
         )
     from thinwire.engines.sglang import SGLang
 
-    at = endpoint or "http://127.0.0.1:30000"
     if admin_key is None:
-        return SGLang(at, admin_key=key)
-    return SGLang(at, admin_key=admin_key, api_key=key)
+        return SGLang(endpoint, admin_key=key)
+    return SGLang(endpoint, admin_key=admin_key, api_key=key)
 
 
 def _ready_file(path: Path | None) -> Callable[[bool], None]:

@@ -27,6 +27,16 @@ from thinwire.cli.options import (
 )
 from thinwire.cli.output import print_json_line
 from thinwire.cli.progress import byte_progress
+from thinwire.cli.reporting import (
+    HubStream,
+    HubTokenFile,
+    HubUrl,
+    Region,
+    RelayUrl,
+    Replica,
+    make_client,
+    reporting,
+)
 from thinwire.cli.signals import stopped_by_signals
 from thinwire.errors import Deadline, InvalidArgument, NotFound
 
@@ -104,6 +114,12 @@ def follow(
             "--verify", help="First read the folder in full, and mend it if someone changed it."
         ),
     ] = False,
+    hub: HubUrl = None,
+    hub_stream: HubStream = None,
+    hub_token_file: HubTokenFile = None,
+    region: Region = None,
+    replica: Replica = None,
+    relay: RelayUrl = None,
     log_level: LogOption = LogLevel.INFO,
     as_json: JsonLines = False,
 ) -> None:
@@ -129,7 +145,17 @@ def follow(
                 "--verify is for whole models: parts of one have no digest to be compared with",
                 hint="Leave one of --verify and --tensors out",
             )
-        stream = open_stream(url, trusted_keys=trust or ())
+        stream = open_stream(url, trusted_keys=trust or (), relay=relay)
+        client = make_client(
+            hub,
+            hub_stream,
+            hub_token_file,
+            region,
+            replica,
+            url=stream.url,
+            place=folder,
+            engine="folder",
+        )
         logger, observer = stack.enter_context(observing(log_level, metrics_port))
         fetched = _FetchedBytes()
         follower = stack.enter_context(
@@ -142,10 +168,11 @@ def follow(
                 cache_dir=cache,
                 cache_limit_bytes=DEFAULT_LIMIT_BYTES if cache_limit is None else cache_limit,
                 memory_limit_bytes=DEFAULT_MEMORY_BYTES if memory_limit is None else memory_limit,
-                observer=Observers(observer, fetched),
+                observer=Observers(observer, fetched, client),
             )
         )
         is_stopped = stack.enter_context(stopped_by_signals(follower.stop))
+        stack.enter_context(reporting(client, follower))
         logger.info("following", url=stream.url, folder=str(folder))
         if verify and not follower.prove():
             logger.warning("mended", folder=str(folder))

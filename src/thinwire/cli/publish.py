@@ -24,6 +24,7 @@ from thinwire.cli.options import (
 )
 from thinwire.cli.output import percent, print_json, printable
 from thinwire.cli.progress import byte_progress
+from thinwire.cli.reporting import HubStream, HubTokenFile, HubUrl, notifying
 from thinwire.cli.signals import terminable
 from thinwire.errors import InvalidArgument, NotFound, ThinwireError
 
@@ -124,6 +125,9 @@ def publish(
         ),
     ] = False,
     workers: Workers = None,
+    hub: HubUrl = None,
+    hub_stream: HubStream = None,
+    hub_token_file: HubTokenFile = None,
     log_level: LogOption = LogLevel.WARNING,
     as_json: Json = False,
 ) -> None:
@@ -143,6 +147,7 @@ def publish(
         from thinwire.follow import open_stream
         from thinwire.follow.key_files import read_signing_key
         from thinwire.publish import Publisher
+        from thinwire.stream.events import Observers
 
         facts = None if metadata is None else _parse_metadata(metadata)
         policy = _policy(anchor_every, keep_versions, keep_age, accept_new_lineages)
@@ -156,15 +161,18 @@ def publish(
         )
         if policy is not None or model is not None:
             _check_absent(stream)
-        with Publisher(
-            stream,
-            state,
-            new_lineage=new_lineage,
-            base=base,
-            maintain=False,
-            workers=worker_count(workers),
-            observer=observer,
-        ) as publisher:
+        with (
+            notifying(hub, hub_stream, hub_token_file, stream.url) as notifier,
+            Publisher(
+                stream,
+                state,
+                new_lineage=new_lineage,
+                base=base,
+                maintain=False,
+                workers=worker_count(workers),
+                observer=Observers(observer, notifier),
+            ) as publisher,
+        ):
             start_s = time.perf_counter()
             if reference is None:
                 total_bytes = sum(

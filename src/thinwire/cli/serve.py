@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,15 @@ from thinwire.cli.options import (
     Trust,
 )
 from thinwire.cli.output import print_json_line
+from thinwire.cli.reporting import (
+    HubStream,
+    HubTokenFile,
+    HubUrl,
+    Region,
+    RelayUrl,
+    Replica,
+    make_client,
+)
 from thinwire.cli.signals import stopped_by_signals, terminable
 from thinwire.errors import InvalidArgument
 
@@ -97,6 +107,12 @@ def serve(
     accept_new_lineages: NewLineages = None,
     trust: Trust = None,
     metrics_port: MetricsPort = None,
+    hub: HubUrl = None,
+    hub_stream: HubStream = None,
+    hub_token_file: HubTokenFile = None,
+    region: Region = None,
+    replica: Replica = None,
+    relay: RelayUrl = None,
     log_level: LogOption = LogLevel.INFO,
     as_json: JsonLines = False,
 ) -> None:
@@ -108,20 +124,15 @@ def serve(
     with reported(as_json, is_lines=True), ExitStack() as stack:
         try:
             from thinwire.engines.transformers.protocol import Limits
-            from thinwire.engines.transformers.serving import (
-                Listener,
-                Settings,
-                check_exposure,
-                read_token,
-                serving,
-            )
+            from thinwire.engines.transformers.serving import Settings, serving
+            from thinwire.web import Listener, check_exposure, read_token
         except ImportError as error:
             raise InvalidArgument(
                 f"serving needs {error.name}, which is not installed",
                 hint="pip install 'thinwire[serve]'",
             ) from error
         token = "" if token_file is None else read_token(token_file)
-        check_exposure(host, token)
+        check_exposure(host, bool(token))
         settings = Settings(
             url=follow,
             model=model,
@@ -139,11 +150,22 @@ def serve(
             base=base,
             accept_new_lineages=accept_new_lineages,
             trusted_keys=trust or (),
+            relay=relay,
             token=token,
+        )
+        client = make_client(
+            hub,
+            hub_stream,
+            hub_token_file,
+            region,
+            replica,
+            url=follow,
+            place=folder or f"http://{host}:{port or os.getpid()}",
+            engine="torch",
         )
         logger, observer = stack.enter_context(observing(log_level, metrics_port))
         with terminable():
-            app = stack.enter_context(serving(settings, logger, observer))
+            app = stack.enter_context(serving(settings, logger, observer, client))
         listener = Listener(app, host, port)
         stack.enter_context(stopped_by_signals(listener.stop))
         if as_json:
