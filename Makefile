@@ -12,11 +12,13 @@ comma := ,
 EXTRAS := test,check$(if $(filter 1,$(TORCH)),$(comma)bench$(comma)examples)
 NATIVE := $(wildcard native/core/* native/binding/*) CMakeLists.txt
 
-.PHONY: help demo grpo test test-engines vllm-follow vllm-bars trl-example check bench bench-1000 bars stream-bars trainer-bars changes interop-table interop-bars soak fuzz venv venv-vllm format clean
+.PHONY: help demo grpo wordle regions test test-engines vllm-follow vllm-bars trl-example check bench bench-1000 bars stream-bars trainer-bars changes interop-table interop-bars hub-bars relay-bars capacity dashboard-shots soak fuzz venv venv-vllm format clean
 
 help:
 	@echo "make demo    a real RL run through a folder as the store, with two followers"
 	@echo "make grpo    an asynchronous GRPO run of SmolLM2-135M with a sampler that follows it: ten minutes"
+	@echo "make wordle  an asynchronous GRPO run in an environment over HTTP, 256 sessions at once: six minutes"
+	@echo "make regions  the whole loop across three regions on one machine, as root: twelve minutes"
 	@echo "make test    set everything up and run the tests"
 	@echo "make test-engines  the tests against a real vLLM, in .venv-vllm (4 GB): the first time some minutes more"
 	@echo "make vllm-follow  a trainer, a store and a real vLLM that follows it under load: three minutes"
@@ -31,6 +33,10 @@ help:
 	@echo "make changes the tables and plots of docs/changes.md: records nine runs, a quarter of an hour, 2 GB"
 	@echo "make interop-table  runs the tests of other systems' formats and writes the table of docs/interop.md"
 	@echo "make interop-bars  Fireworks' formats here against their own package: docs/benchmarks.md"
+	@echo "make hub-bars  what one hub takes: wake-ups of 1,000 followers, memory, rude clients: four minutes"
+	@echo "make relay-bars  what a relay saves and takes: 50 followers, rude clients: five minutes"
+	@echo "make capacity  the capacity plan against real runs: docs/scale.md"
+	@echo "make dashboard-shots  the screenshots of docs/guides/regions.md, in a real Chromium"
 	@echo "make soak    processes killed at random, ROUNDS=$(ROUNDS)"
 	@echo "make fuzz    fuzz the readers for SECONDS=$(SECONDS)"
 
@@ -62,6 +68,12 @@ demo: venv
 
 grpo: venv
 	OMP_NUM_THREADS=1 $(PY) examples/grpo.py
+
+wordle: venv
+	OMP_NUM_THREADS=1 $(PY) examples/wordle/run.py
+
+regions: venv .venv-vllm/installed
+	OMP_NUM_THREADS=1 $(PY) examples/regions/run.py
 
 # One process a processor: most tests keep one busy. More than four only compete for the ranks' deadlines.
 test: venv
@@ -97,6 +109,8 @@ check: venv
 	.venv/bin/hadolint deploy/*.Dockerfile
 	.venv/bin/kubernetes-validate --quiet --strict --kubernetes-version 1.33.0 deploy/kubernetes/*.yaml
 	.venv/bin/kubernetes-validate --quiet --strict deploy/kubernetes/*.yaml
+	@if command -v promtool > /dev/null; then cd deploy/prometheus && promtool check rules --lint=all --lint-fatal alerts.yaml && promtool test rules alerts_test.yaml && promtool check config --syntax-only scrape.yaml; else echo "NOT LINTED: deploy/prometheus (promtool is missing; Debian's package prometheus)"; fi
+	for policy in deploy/s3/*.json; do $(PY) -m json.tool $$policy > /dev/null || exit 1; done
 
 format: venv
 	$(PY) -m ruff check --fix .
@@ -132,6 +146,18 @@ interop-table: venv
 interop-bars: venv
 	$(PY) benchmarks/find_corpus.py .bench/corpus
 	OMP_NUM_THREADS=1 $(PY) benchmarks/interop_bars.py .bench/corpus --steps 2 --repetitions 5 --json .bench/interop_bars.json
+
+hub-bars: venv
+	OMP_NUM_THREADS=1 $(PY) benchmarks/hub_bars.py --json .bench/hub_bars.json --markdown
+
+relay-bars: venv
+	OMP_NUM_THREADS=1 $(PY) benchmarks/relay_bars.py --json .bench/relay_bars.json
+
+capacity: venv
+	OMP_NUM_THREADS=1 $(PY) benchmarks/capacity_check.py runs
+
+dashboard-shots: venv
+	$(PY) benchmarks/dashboard_shots.py
 
 soak: venv
 	OMP_NUM_THREADS=1 $(PY) benchmarks/soak/run.py --rounds $(ROUNDS)
