@@ -23,6 +23,7 @@ from thinwire.cli.options import (
     NewLineages,
     Poll,
     Trust,
+    Workers,
 )
 from thinwire.cli.output import print_json_line
 from thinwire.cli.reporting import (
@@ -163,6 +164,7 @@ def attach(
     trust: Trust = None,
     block_cache: BlockCacheFolder = None,
     memory_limit: MemoryLimit = None,
+    workers: Workers = None,
     poll: Poll = 1.0,
     ask_deadline: Annotated[
         float, typer.Option(min=0.1, help="Seconds for what the engine answers at once.")
@@ -249,6 +251,7 @@ def attach(
                 ),
                 on_ready=on_ready,
                 observer=Observers(observer, client),
+                workers=workers,
                 base=base,
                 accept_new_lineages=accept_new_lineages,
                 cache_dir=block_cache,

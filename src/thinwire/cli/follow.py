@@ -23,6 +23,7 @@ from thinwire.cli.options import (
     Poll,
     Trust,
     Url,
+    Workers,
     parse_size,
 )
 from thinwire.cli.output import print_json_line
@@ -88,6 +89,7 @@ def follow(
         ),
     ] = None,
     memory_limit: MemoryLimit = None,
+    workers: Workers = None,
     poll: Poll = 1.0,
     timeout: Annotated[
         float | None,
@@ -129,7 +131,7 @@ def follow(
     whatever else interrupts it, the next run finishes or discards the update first.
     """
     with reported(as_json, is_lines=True), ExitStack() as stack:
-        from thinwire.follow import Follower, open_stream
+        from thinwire.follow import CheckpointSink, Follower, open_stream
         from thinwire.follow.cache import DEFAULT_LIMIT_BYTES
         from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES
         from thinwire.stream.events import Observers
@@ -161,7 +163,7 @@ def follow(
         follower = stack.enter_context(
             Follower(
                 stream,
-                folder,
+                CheckpointSink(folder, workers=workers),
                 tensors=tensors,
                 base=base,
                 accept_new_lineages=accept_new_lineages,

@@ -56,6 +56,7 @@ class Driver:
         on_ready: Told whether the engine may be sent requests, whenever that changes, and again at
             each look that finds it so; in any thread. What it raises is logged.
         observer: Told of every event of the stream, and of every update of the engine.
+        workers: Threads that decode; None: one for each processor, at most 8.
         follower_options: More of what :class:`thinwire.Follower` takes, such as ``cache_dir``.
 
     Raises:
@@ -73,11 +74,12 @@ class Driver:
         deadlines: Deadlines | None = None,
         on_ready: Callable[[bool], None] | None = None,
         observer: Observer | None = None,
+        workers: int | None = None,
         **follower_options: Any,
     ) -> None:
         engine.check_policy(policy)
         self.engine = engine
-        self.host = HostCopy(folder)
+        self.host = HostCopy(folder, workers=workers)
         self._walk = Walk(engine, policy, deadlines or Deadlines(), self.host.pause_marker)
         self._on_ready = on_ready
         self._is_ready: bool | None = None
