@@ -84,16 +84,29 @@ def test_a_trainer_signals_and_waits(scene: Scene) -> None:
     assert [one.identity for one in scene.hot_load.status()] == ["run-b", "run-b"]
 
 
-def test_an_identity_may_end_in_a_versions_number(scene: Scene) -> None:
-    scene.trainer.publish()
-    scene.trainer.publish()
-    scene.hot_load.signal("step_000002")
+@pytest.mark.parametrize("identity", ["version_000002", "version-2", "step_000070"])
+def test_an_identity_may_be_a_versions_number_or_step(scene: Scene, identity: str) -> None:
+    scene.trainer.publish(60)
+    scene.trainer.publish(70)
+    scene.hot_load.signal(identity)
     head_at(scene.http, 2)
     scene.says("eu", 2, is_ready=True)
-    scene.hot_load.wait("step_000002", 10)
+    scene.hot_load.wait(identity, 10)
     scene.says("eu", 1, is_ready=True)
     (one,) = scene.hot_load.status()
-    assert (one.identity, one.target) == ("version_000000000001", "step_000002")
+    assert (one.identity, one.target) == ("version_000000000001", identity)
+
+
+@pytest.mark.parametrize("identity", ["step_000001", "run-1", "conversion_1", "version_3"])
+def test_what_names_no_version(scene: Scene, identity: str) -> None:
+    """A step is no version, and a name that happens to end in a number is neither."""
+    scene.trainer.publish(60)
+    scene.trainer.publish(70)
+    scene.hot_load.signal(identity)
+    head_at(scene.http, 2)
+    scene.says("eu", 1, is_ready=True)
+    (one,) = scene.hot_load.status()
+    assert (one.identity, one.target) == ("version_000000000001", identity)
 
 
 def test_an_error_is_shown_and_is_no_end(scene: Scene) -> None:

@@ -14,7 +14,7 @@ import pytest
 from thinwire.errors import NotFound, SignatureInvalid, ThinwireError, VersionGap
 from thinwire.follow import open_stream
 from thinwire.hub.looking import Looker, versions_before
-from thinwire.hub.versions import note_of
+from thinwire.hub.versions import History, note_of
 from thinwire.hub.watcher import Watcher
 from thinwire.report.messages import VersionNote
 from thinwire.store import open_store
@@ -255,3 +255,90 @@ def test_a_signal_makes_it_look(tmp_path: Path, pool: ThreadPoolExecutor) -> Non
         until(lambda: told.head() == 3)
         watcher.stop()
         watcher.join()
+
+
+def test_that_it_is_another_stream_is_told_once_it_can_be_read(tmp_path: Path) -> None:
+    with training(tmp_path) as trainer:
+        trainer.publish()
+        url = trainer.url
+    looker = Looker(open_stream(url))
+    looker.look(doubts=True)
+    shutil.rmtree(url)
+    # Found to be another one, and then not to be read for a moment.
+    with pytest.raises(NotFound):
+        looker.look(doubts=True)
+    with training(tmp_path / "other") as trainer:
+        trainer.publish()
+        shutil.copytree(trainer.url, url)
+    look = looker.look(doubts=False)
+    assert look.is_other
+    assert [one.version for one in look.found] == [1]
+
+
+class Recording:
+    """Whom a watcher tells."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.history = History(room)
+        self.errors: list[ThinwireError] = []
+        self.failures_left = 0
+
+    def take(self, notes: list[VersionNote], *, model: str, is_other: bool) -> None:
+        if self.failures_left:
+            self.failures_left -= 1
+            raise RuntimeError("a bug")
+        for one in notes:
+            self.history.add(one)
+
+    def fill(self, note: VersionNote) -> bool:
+        self.history.add(note)
+        return self.history.has_room_before(note.version)
+
+    def fail(self, error: ThinwireError) -> None:
+        self.errors.append(error)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [one.version for one in self.history.newest(1000)]
+
+
+def test_a_watcher_outlives_a_bug_of_whom_it_tells(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    with training(tmp_path) as trainer:
+        trainer.publish()
+        told = Recording()
+        told.failures_left = 1
+        watcher = Watcher(open_stream(trainer.url), told, pool, poll_s=0.05)
+        watcher.start()
+        try:
+            until(lambda: told.errors, "the bug")
+            trainer.publish()
+            until(lambda: told.numbers[:1] == [2], "version 2")
+        finally:
+            watcher.stop()
+            watcher.join()
+
+
+def test_holes_of_the_history_are_closed(
+    tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where reading it failed, also below what a later reading knew already."""
+    monkeypatch.setattr("thinwire.hub.watcher._FILL_AGAIN_S", 0.1)
+    with training(tmp_path) as trainer:
+        for _ in range(30):
+            trainer.publish()
+        missing = manifest_path(trainer.url, 12)
+        kept = missing.read_bytes()
+        missing.unlink()
+        told = Recording()
+        watcher = Watcher(open_stream(trainer.url), told, pool, poll_s=0.05)
+        watcher.start()
+        try:
+            until(lambda: 13 in told.numbers, "what can be read")
+            assert 11 not in told.numbers
+            missing.write_bytes(kept)
+            until(lambda: told.numbers == list(range(30, 0, -1)), "all of it")
+        finally:
+            watcher.stop()
+            watcher.join()

@@ -61,6 +61,14 @@ def test_staleness_in_steps_and_seconds() -> None:
     assert made.staleness(OTHER, 3, 30, 9_000) == (None, None)
 
 
+def test_steps_that_do_not_rise_count_versions() -> None:
+    """Published twice for a step, or resumed at an older one: a version that lacks is stale."""
+    made = history(*(note(number, step=step) for number, step in enumerate([5, 5, 7, 7, 6], 1)))
+    assert made.staleness(LINEAGE, 3, None, 9_000).steps == 2
+    assert made.staleness(LINEAGE, 2, None, 9_000).steps == 1
+    assert made.staleness(LINEAGE, 5, None, 9_000).steps == 0
+
+
 def test_staleness_without_steps_counts_versions() -> None:
     made = history(*(note(number) for number in range(1, 6)))
     assert made.staleness(LINEAGE, 2, None, 9_000).steps == 3

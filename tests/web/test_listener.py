@@ -164,6 +164,19 @@ def test_a_slow_body_is_not_a_slow_head(monkeypatch: pytest.MonkeyPatch) -> None
         read_until(connection, b"abcd")
 
 
+def test_a_body_that_comes_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was refused before its body came does not hold a connection by sending it slowly."""
+    monkeypatch.setattr(GuardedProtocol, "head_within_s", 0.4)
+    with listening() as listener, connect(listener) as connection:
+        connection.sendall(b"POST /none HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n")
+        read_until(connection, b"Not Found")
+        with pytest.raises(ConnectionError):  # noqa: PT012
+            for _ in range(200):
+                connection.sendall(b"x")
+                time.sleep(0.05)
+        assert is_alive(listener)
+
+
 def test_an_answer_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GuardedProtocol, "read_within_s", 0.3)
     with listening() as listener, connect(listener) as connection:

@@ -27,7 +27,7 @@ from thinwire.report.messages import (
 
 _MAX_FAULT_CHARS = 500
 # Looking at all replicas may take a tenth of one processor: what was found is kept for so many
-# times as long as it took to find, or until something changes.
+# times as long as it took to find, or until there is a new version.
 _KEPT_TIMES = 10
 _MAX_KEPT_S = 1.0
 _SWEEP_EVERY_S = 1.0
@@ -106,9 +106,13 @@ class Board:
             self.fanout.announce(one.message)
 
     def fill(self, note: VersionNote) -> bool:
-        """An older version; whether still older ones are wanted."""
+        """An older version; whether still older ones are wanted.
+
+        Also where it was known: before it there may be a hole that an earlier reading left.
+        """
         with self._lock:
-            return self._history.add(note)
+            self._history.add(note)
+            return self._history.has_room_before(note.version)
 
     def fail(self, error: ThinwireError) -> None:
         """The bucket could not be read, or is not what it should be."""
@@ -149,19 +153,25 @@ class Board:
         with self._lock:
             return self._history.find_identity(identity)
 
+    def find_step(self, step: int) -> VersionNote | None:
+        """The newest version of a trainer's step."""
+        with self._lock:
+            return self._history.find_step(step)
+
     def statuses(self) -> list[ReplicaStatus]:
         """All replicas, by name."""
         began_s = time.monotonic()
         if began_s < self._statuses_until_s:
             return self._statuses
+        began_cpu_s = time.thread_time()
         self._sweep()
         with self._lock:
             now_ms = _now_ms()
             self._statuses = [
                 status_of(seen, self._history, began_s, now_ms) for seen in self._fleet.sorted()
             ]
-        now_s = time.monotonic()
-        self._statuses_until_s = now_s + min(_MAX_KEPT_S, _KEPT_TIMES * (now_s - began_s))
+        cost_s = time.thread_time() - began_cpu_s
+        self._statuses_until_s = time.monotonic() + min(_MAX_KEPT_S, _KEPT_TIMES * cost_s)
         return self._statuses
 
     def replica(self, name: str) -> ReplicaStatus | None:
@@ -215,8 +225,6 @@ class Board:
         self._sweep()
         if self._fleet.beat(beat, time.monotonic()):
             self.fanout.note_replicas(1)
-            # Whoever said it may ask at once, and must see it.
-            self._statuses_until_s = 0.0
         latest = self._latest
         head = None if latest is None else latest.note
         return Answer(head=head, interval_s=self._fleet.interval_s())
@@ -226,7 +234,6 @@ class Board:
         was_known = self._fleet.leave(replica)
         if was_known:
             self.fanout.note_replicas(1)
-            self._statuses_until_s = 0.0
         return was_known
 
     def call(self, version: int, identity: str) -> None:

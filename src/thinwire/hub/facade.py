@@ -1,8 +1,9 @@
 """Fireworks' hot-load routes, so that a trainer that calls them switches by URL.
 
 A deployment is a stream, called by the last part of its name. A snapshot is a version: the one
-whose metadata holds its identity, else the one whose number its identity ends in. Weights come from
-the stream alone: a signal makes the hub look, and names the version.
+whose metadata holds its identity; else ``version_N`` is the version N, and ``step_N`` the newest
+one of the trainer's step N. Weights come from the stream alone: a signal makes the hub look, and
+names the version.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DEPLOYMENT = "fireworks-deployment"
 _MODEL = "fireworks-model"
 # How long what was announced may take to show in the bucket.
 _CLOSE_S = 30.0
-_NUMBER = re.compile(r"[0-9]{1,12}$")
+_NUMBERED = re.compile(r"(version|step)[_-]([0-9]{1,12})", re.ASCII)
 _STAGES = {"idle": "idle", "fetch": "downloading"}
 _SHOWN_CHARS = 64
 _HEADER_PATTERN = r"^[!-~]{1,512}$"
@@ -151,11 +152,15 @@ def version_of(board: Board, identity: str) -> int | None:
     note = board.find_identity(identity)
     if note is not None:
         return note.version
-    found = _NUMBER.search(identity)
-    latest = board.latest
-    if found is None or latest is None or not 1 <= int(found[0]) <= latest.note.version:
+    found = _NUMBERED.fullmatch(identity)
+    if found is None:
         return None
-    return int(found[0])
+    number = int(found[2])
+    if found[1] == "step":
+        note = board.find_step(number)
+        return None if note is None else note.version
+    latest = board.latest
+    return number if latest is not None and 1 <= number <= latest.note.version else None
 
 
 def _shown(board: Board, one: ReplicaStatus, wanted: str, number: int | None) -> LoadedReplica:

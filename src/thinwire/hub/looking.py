@@ -47,6 +47,8 @@ class Looker:
         self.model = ""
         self._stream = stream
         self._id = ""
+        # Kept until a look ends well: whoever was told of the old stream must hear of it.
+        self._is_other = False
 
     def look(self, *, doubts: bool) -> Look:
         """Look for versions after the head: one request where there is none.
@@ -57,11 +59,10 @@ class Looker:
         Raises:
             ThinwireError: It cannot be read, or is not what it should be.
         """
-        is_other = False
         if self.head is not None and doubts and not self._is_same():
-            self.head, is_other = None, True
+            self.head, self._is_other = None, True
         if self.head is None:
-            return self._begin(is_other)
+            return self._begin()
         found: list[Manifest] = []
         head = self.head
         while len(found) < _MAX_WALK:
@@ -76,7 +77,7 @@ class Looker:
                 )
             if following is None:
                 self.head = head
-                return Look(is_other, found, False)
+                return Look(False, found, False)
             found.append(following)
             head = following
         tip = self._stream.tip(head)
@@ -85,15 +86,16 @@ class Looker:
             found.append(tip.head)
             head = tip.head
         self.head = head
-        return Look(is_other, found, is_jump)
+        return Look(False, found, is_jump)
 
-    def _begin(self, is_other: bool) -> Look:
+    def _begin(self) -> Look:
         self._stream.forget()
         record = self._stream.record()
-        is_other = is_other or self._id not in ("", record.stream)
+        self._is_other |= self._id not in ("", record.stream)
         self._id, self.model = record.stream, record.model
         self.head = self._stream.tip().head
         found = [] if self.head is None else [self.head]
+        is_other, self._is_other = self._is_other, False
         return Look(is_other, found, bool(found))
 
     def _is_same(self) -> bool:

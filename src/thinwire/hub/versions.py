@@ -15,8 +15,8 @@ class Staleness(NamedTuple):
     """How far a version is behind the head.
 
     Attributes:
-        steps: The head's step less its own; versions, where a step is missing or the lineages
-            differ. None: the stream does not have it.
+        steps: The head's step less its own; versions, where a step is missing or no smaller, or
+            the lineages differ. None: the stream does not have it.
         seconds: Since the version after it was published, by the publisher's clock.
     """
 
@@ -92,6 +92,10 @@ class History:
         self.raw_bytes += note.raw_bytes
         return True
 
+    def has_room_before(self, version: int) -> bool:
+        """Whether a version before this one would be kept."""
+        return len(self._numbers) < self._limit or version > self._numbers[0]
+
     def find(self, version: int) -> VersionNote | None:
         """The version with this number."""
         return self._notes.get(version)
@@ -100,6 +104,13 @@ class History:
         """The newest version that the trainer called so."""
         for number in reversed(self._numbers):
             if self._notes[number].identity == identity:
+                return self._notes[number]
+        return None
+
+    def find_step(self, step: int) -> VersionNote | None:
+        """The newest version of a step."""
+        for number in reversed(self._numbers):
+            if self._notes[number].step == step:
                 return self._notes[number]
         return None
 
@@ -136,7 +147,8 @@ class History:
         following = self._notes[self._numbers[bisect_right(self._numbers, version)]]
         steps = head.version - version
         if lineage == head.lineage and step is not None and head.step is not None:
-            steps = max(0, head.step - step)
+            # A step that was published twice, or again after a restart, says nothing.
+            steps = head.step - step if head.step > step else steps
         return Staleness(steps, max(0, now_ms - following.created_ms) / 1000)
 
     def _drop(self, number: int) -> None:

@@ -23,6 +23,7 @@ _MAX_BACKOFF_S = 30.0
 _CLOSE_POLL_S = 0.1
 # How often to make sure that it still is the same stream.
 _DOUBT_EVERY_S = 30.0
+_FILL_AGAIN_S = 10.0
 
 
 class Told(Protocol):
@@ -64,6 +65,8 @@ class Watcher:
         self._fault_code = ""
         self._filling: threading.Thread | None = None
         self._fill_number = 0
+        self._unfilled: Manifest | None = None  # before which the history has a hole
+        self._fill_at_s = 0.0
         self._fill_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="thinwire-hub-watch", daemon=True)
 
@@ -93,7 +96,7 @@ class Watcher:
             self._woken.clear()
             began_s = time.monotonic()
             try:
-                look = self._looker.look(doubts=began_s >= doubt_s)
+                self._succeed(self._looker.look(doubts=began_s >= doubt_s))
             except ThinwireError as error:
                 failure_count, is_missing = failure_count + 1, isinstance(error, NotFound)
                 self._fail(error)
@@ -104,7 +107,6 @@ class Watcher:
             else:
                 failure_count = 0
                 doubt_s = began_s + _DOUBT_EVERY_S if began_s >= doubt_s else doubt_s
-                self._succeed(look)
             # A stream that is yet to be made is no failure of the store.
             self._pause(began_s, min(failure_count, 1) if is_missing else failure_count)
 
@@ -134,8 +136,13 @@ class Watcher:
         self._told.take(notes, model=self._looker.model, is_other=look.is_other)
         if look.found:
             self._close_until_s = 0.0
-            if is_broken:
-                self._fill(look.found[-1], self._fill_number)
+        if is_broken:
+            self._unfilled = look.found[-1] if look.found else None
+            self._fill_at_s = 0.0
+        if self._unfilled is not None and time.monotonic() >= self._fill_at_s:
+            self._fill_at_s = time.monotonic() + _FILL_AGAIN_S
+            head, self._unfilled = self._unfilled, None
+            self._fill(head, self._fill_number)
 
     def _fail(self, error: ThinwireError) -> None:
         if self._logger is not None and error.code != self._fault_code:
@@ -162,7 +169,10 @@ class Watcher:
                     if not wants() or not self._told.fill(note_of(found)):
                         return
         except Exception as error:
-            # The head is known, and that is what counts; older ones are for those who look on.
+            # The head is known, and that is what counts; older ones are read again later.
+            with self._fill_lock:
+                if wants():
+                    self._unfilled = head
             if self._logger is not None and wants():
                 self._logger.warning(
                     "the history cannot be read", url=self._stream.url, error=str(error)

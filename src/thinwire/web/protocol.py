@@ -49,7 +49,9 @@ class GuardedProtocol(H11Protocol):
             # Rubbish in the middle of an answer, or in a path: there is nothing to be said to it.
             self.transport.abort()
             return
-        if self.conn.their_state is h11.IDLE:
+        # A body whose request was answered before it came is waited for no longer than a head.
+        is_late = self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete
+        if self.conn.their_state is h11.IDLE or is_late:
             if self._head_timer is None:
                 self._await_head()
         else:
