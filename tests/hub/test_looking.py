@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -257,22 +258,28 @@ def test_a_signal_makes_it_look(tmp_path: Path, pool: ThreadPoolExecutor) -> Non
         watcher.join()
 
 
-def test_that_it_is_another_stream_is_told_once_it_can_be_read(tmp_path: Path) -> None:
+def test_that_it_is_another_stream_is_told_once_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with training(tmp_path) as trainer:
         trainer.publish()
         url = trainer.url
-    looker = Looker(open_stream(url))
+    stream = open_stream(url)
+    looker = Looker(stream)
     looker.look(doubts=True)
     shutil.rmtree(url)
-    # Found to be another one, and then not to be read for a moment.
-    with pytest.raises(NotFound):
-        looker.look(doubts=True)
     with training(tmp_path / "other") as trainer:
         trainer.publish()
         shutil.copytree(trainer.url, url)
+    # Found to be another one, and then not to be read for a moment.
+    with monkeypatch.context() as broken:
+        broken.setattr(stream, "tip", partial(pytest.fail, "away"))
+        with pytest.raises(pytest.fail.Exception):
+            looker.look(doubts=True)
     look = looker.look(doubts=False)
     assert look.is_other
     assert [one.version for one in look.found] == [1]
+    assert not looker.look(doubts=True).is_other
 
 
 class Recording:
