@@ -16,6 +16,7 @@ from thinwire.errors import (
     Fenced,
     InvalidArgument,
     LimitExceeded,
+    NotFound,
     ThinwireError,
     UnsafeStore,
 )
@@ -120,6 +121,35 @@ def test_a_damaged_baseline_is_mended_on_opening_and_seen_while_open(tmp_path: P
     with publisher(store, tmp_path / "baseline") as trainer:
         assert trainer.publish(versions[2]).version == 3
     assert joined(store, tmp_path / "sink") == bits(versions[2])
+
+
+def test_a_store_that_is_away_is_no_place_for_another_stream(tmp_path: Path) -> None:
+    """An empty place where a stream was: a store that is not mounted, or another URL."""
+    url = tmp_path / "store"
+    with publisher(url, tmp_path / "baseline") as trainer:
+        trainer.publish(tiny(1))
+    (tmp_path / "store").rename(tmp_path / "away")
+    with pytest.raises(NotFound, match="version 1 of a stream, and there is none at") as raised:
+        publisher(url, tmp_path / "baseline")
+    assert "mounted" in raised.value.hint
+    assert not url.exists()
+    (tmp_path / "away").rename(url)
+    with publisher(url, tmp_path / "baseline") as trainer:
+        assert trainer.publish(tiny(2)).version == 2
+
+
+def test_a_step_that_goes_back_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = DictStore()
+    with publisher(store, tmp_path / "baseline") as trainer:
+        trainer.publish(tiny(1), step=42)
+        trainer.publish(tiny(2), step=42)
+        assert not caplog.records
+        trainer.publish(tiny(3), step=1)
+        assert "step 1 is published after step 42" in caplog.text
+    caplog.clear()
+    with publisher(store, tmp_path / "baseline", new_lineage=True) as trainer:
+        trainer.publish(tiny(1), step=0)
+        assert not caplog.records
 
 
 def test_one_publisher_per_folder(tmp_path: Path) -> None:

@@ -113,6 +113,9 @@ class CheckpointSink:
     def __repr__(self) -> str:
         return f"CheckpointSink({str(self.folder)!r})"
 
+    def __str__(self) -> str:
+        return str(self.folder)
+
     @contextmanager
     def own(self) -> Iterator[None]:
         """Hold the folder's follower lock.

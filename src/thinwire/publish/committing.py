@@ -69,6 +69,12 @@ class Committer:
                 hint="Stop it, or open it again if it is the one that shall go on",
             )
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next version follows the head in its lineage."""
+        begins = self._begins_lineage or self.end is not None
+        return self.head is not None and not begins
+
     def renew_session(self) -> None:
         """Take another id, where an upload could replace what an earlier attempt uploaded."""
         self.session = secrets.token_hex(16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from thinwire.codec.chunk import Spec
 from thinwire.errors import (
     InvalidArgument,
     LineageChanged,
+    NotFound,
     StoreError,
     ThinwireError,
     Unavailable,
@@ -34,6 +36,8 @@ from thinwire.stream.events import Observer, Observers, Published, Refusals, Ref
 from thinwire.stream.records import Manifest
 from thinwire.stream.version import Version
 
+_LOG = logging.getLogger("thinwire")
+
 # Times that our own earlier attempt, whose answer was lost, may turn out to have succeeded.
 _MAX_ATTEMPTS = 8
 
@@ -47,7 +51,7 @@ class Publisher:
     background thread keeps one more copy of the model, and one for each merge level in use.
 
     Args:
-        stream: The stream, or its URL. It is made, if there is none.
+        stream: The stream, or its URL. It is made, if there is none and the folder is empty.
         folder: The baseline's folder.
         new_lineage: Begin a new lineage with the next version, which then needs no baseline: for a
             restart from older weights.
@@ -62,8 +66,9 @@ class Publisher:
 
     Raises:
         UnsafeStore: The store does not honour put-if-absent.
+        NotFound: The folder holds a version of a stream, and there is none at the URL.
         LineageChanged: A new lineage was begun and has no version yet: pass ``new_lineage``.
-        HistoryPruned, NotFound: The baseline cannot be brought to the head.
+        HistoryPruned: The baseline cannot be brought to the head.
         BaseUnusable: Another publisher or follower uses the folder.
     """
 
@@ -82,8 +87,9 @@ class Publisher:
         observer: Observer | None = None,
     ) -> None:
         self.stream = stream if isinstance(stream, Stream) else open_stream(stream)
-        create_stream(self.stream)
         self._sink = CheckpointSink(folder, workers=workers)
+        _check_still_there(self.stream, self._sink)
+        create_stream(self.stream)
         self._observers = Observers(observer)
         self._is_closed = False
         self._follower = Follower(
@@ -170,6 +176,7 @@ class Publisher:
         """
         self._check_open()
         facts = facts_of(step, metadata)._replace(on_bytes=on_bytes)
+        self._warn_of_step(step)
         opened = open_source(source)
         with self._background.paused():
             start_s = time.monotonic()
@@ -263,6 +270,17 @@ class Publisher:
         )
         return version
 
+    def _warn_of_step(self, step: int | None) -> None:
+        head = self._committer.head if self._committer.goes_on else None
+        if step is None or head is None or head.step is None or step >= head.step:
+            return
+        _LOG.warning(
+            "step %d is published after step %d: is it the right one? A restart from older weights "
+            "begins a new lineage",
+            step,
+            head.step,
+        )
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise InvalidArgument("this publisher was closed", hint="Open another one")
@@ -312,6 +330,26 @@ class Publisher:
                 reason=str(error),
             )
         )
+
+
+def _check_still_there(stream: Stream, sink: CheckpointSink) -> None:
+    """Refuse to make a stream in place of one that was there: a store may be away for a moment.
+
+    Raises:
+        NotFound: As said.
+    """
+    mark = sink.mark()
+    if mark is None:
+        return
+    try:
+        stream.record()
+    except NotFound as error:
+        raise NotFound(
+            f"{sink} is at version {mark.version} of a stream, and there is none at {stream.url}",
+            hint="Is the URL right, and the store mounted? To begin another stream, give an empty "
+            "folder",
+            url=stream.url,
+        ) from error
 
 
 def facts_of(step: int | None, metadata: Mapping[str, Any] | None) -> Facts:
