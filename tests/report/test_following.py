@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from thinwire.follow import Follower, metering, open_stream
+from thinwire.follow.looks import Looks
 from thinwire.follow.wakes import Wakes
 from thinwire.stream.events import CaughtUp, Event, Fetched, Observers, Progressed
 
@@ -106,6 +108,26 @@ def test_looks_are_rare_while_somebody_wakes(tmp_path: Path) -> None:
             follower.stop()
             thread.join(WITHIN_S)
         assert not thread.is_alive()
+
+
+def test_idle_is_told_no_more_often_however_often_minds_change() -> None:
+    """What is asked in between is asked of an engine."""
+    looks = Looks(lambda: None, lambda: None)
+    is_over = threading.Event()
+
+    def flap() -> None:
+        while not is_over.is_set():
+            looks.wakes.expect(not looks.wakes.are_expected)
+
+    thread = threading.Thread(target=flap)
+    thread.start()
+    begin_s = time.monotonic()
+    try:
+        idle_count = sum(1 for _ in looks.updates(1000.0, begin_s + 1.0, 0.25))
+    finally:
+        is_over.set()
+        thread.join()
+    assert 1 <= idle_count <= 4
 
 
 def test_sleeping() -> None:

@@ -129,6 +129,11 @@ class Follower:
     def base(self, path: str | os.PathLike[str] | None) -> None:
         self._walker.base = path
 
+    @property
+    def relayed_bytes(self) -> int:
+        """What of the bytes that were fetched a relay gave. From any thread."""
+        return int(getattr(self.stream.store, "relayed_bytes", 0))
+
     def version(self) -> Version | None:
         """The version that the sink holds."""
         mark = self._guard.mark()

@@ -79,14 +79,19 @@ class Looks:
     ) -> Iterator[None]:
         """Sleep until it is time for the next look."""
         jitter = random.random()
+        # However often somebody changes whether they call: what is asked in between is asked of
+        # an engine.
+        idle_until_s = float("inf") if idle_s is None else time.monotonic() + idle_s
         while not self.is_stopped:
             # Whether somebody calls may change in between.
             is_called = self.wakes.are_expected
             wait_s = cadence.wait_s(looked_s, poll_s, jitter, is_called=is_called)
-            left_s = min(looked_s + wait_s, deadline_s) - time.monotonic()
+            now_s = time.monotonic()
+            left_s = min(looked_s + wait_s, deadline_s) - now_s
             if left_s <= 0:
                 return
-            if self.wakes.sleep(left_s if idle_s is None else min(left_s, idle_s)):
+            if self.wakes.sleep(max(0.0, min(left_s, idle_until_s - now_s))):
                 return
-            if idle_s is not None:
+            if idle_s is not None and time.monotonic() >= idle_until_s:
+                idle_until_s = time.monotonic() + idle_s
                 yield None
