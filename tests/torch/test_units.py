@@ -271,6 +271,9 @@ class TestRefusals:
             [((0, 4),), ((0, 4),)],  # replicas of one half
             [((0, 2), (4, 6)), ((2, 4), (5, 7))],
             [((0, 0),), ((0, 0),)],  # nothing at all
+            [((0, 4),), ((8, 12),)],  # as many as there are, some of them outside
+            [((-4, 0),), ((0, 4),)],
+            [((4, 8), (0, 4)), ((0, 0),)],  # not in order
         ],
     )
     @pytest.mark.parametrize("is_turned", [False, True])
@@ -321,6 +324,13 @@ def test_a_rank_without_anything() -> None:
         plan = plan_of([whole, [], whole])
         assert {unit.owner for unit in all_units(plan)} == {0, 2}
         assert list(plan.units_for(1)) == []
+
+
+def test_a_tensor_without_elements() -> None:
+    """However ranks say that they hold nothing of it."""
+    parts = [Held((0, 4), (((0, 0),), ((0, 4),))), Held((0, 4), (((0, 0),), ((0, 2),)))]
+    plan = plan_of([[holding("t", "F32", part)] for part in parts])
+    assert [unit.stop for unit in all_units(plan)] == [0]
 
 
 def test_an_empty_part_is_no_part() -> None:

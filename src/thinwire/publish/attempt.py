@@ -46,7 +46,8 @@ from thinwire.stream.blocks import ObjectRecord, record_of_file
 _RUN_WORDS = 1 << 10
 # Chunks that are coded before their sections are handed on: what waits in memory is bounded.
 _ROUND_UNITS = 16
-# Captured changes that all ranks together send in a round: at worst, one of them gets them all.
+# Captured changes that all ranks together send in a round, at least one unit each: at worst, one of
+# them gets them all.
 _ROUND_BYTES = 512 << 20
 _MOST_ROUND_BYTES = 8 << 20
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +48,17 @@ class Held(NamedTuple):
     def size(self) -> int:
         """How many elements the part has."""
         return math.prod(self.local_shape)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the runs of each dimension rise, and lie in the tensor."""
+        return len(self.dims) == len(self.shape) and all(
+            runs[0][0] >= 0
+            and runs[-1][1] <= size
+            and all(start <= stop for start, stop in runs)
+            and all(stop <= start for (_, stop), (start, _) in pairwise(runs))
+            for runs, size in zip(self.dims, self.shape, strict=True)
+        )
 
     def before(self, elements: np.ndarray) -> np.ndarray:
         """How many elements of the part come before each place in the whole tensor (int64)."""

@@ -275,8 +275,10 @@ def _not_whole(spread: Spread) -> TensorMismatch:
 def _is_covered(layout: Layout) -> bool:
     """Whether the parts are the tensor, each element once."""
     total = math.prod(layout.shape)
+    if not all(part.is_inside for part in layout.parts):
+        return False
     dims = [part.dims for part in layout.parts]
-    return sum(part.size for part in layout.parts) == total and _are_disjoint(dims)
+    return sum(part.size for part in layout.parts) == total and (total == 0 or _are_disjoint(dims))
 
 
 def _are_disjoint(parts: Sequence[tuple[Runs, ...]]) -> bool:
