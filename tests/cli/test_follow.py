@@ -178,5 +178,11 @@ def test_a_command_runs_while_the_folder_rests(lab: Lab, run: Run) -> None:
     assert done.exit_code == 0
     assert read_json(done)["version"] == 2
     assert seen.read_text() == f"2 {(lab.root / 'f').absolute()}\n"
-    done = run("follow", lab.url, lab.root / "f", "--once", "--exec", "/no/such/command")
+    # Found out before anything is fetched for it; but what goes away later is told, and goes by.
+    done = run("follow", lab.url, lab.root / "g", "--once", "--exec", "/no/such/command")
     assert done.exit_code == 2
+    assert not (lab.root / "g").exists()
+    script.write_text("#!/no/such/shell\n")
+    done = run("follow", lab.url, lab.root / "g", "--once", "--exec", script)
+    assert done.exit_code == 0
+    assert "exec failed" in done.stderr

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 import pytest
 
 from thinwire.cli.logs import LogLevel, make_logger
-from thinwire.errors import InvalidArgument
+from thinwire.errors import InvalidArgument, StoreError
 from thinwire.observe import LogObserver, PrometheusObserver, serve_metrics
 from thinwire.observe.prometheus import make_registry
 from thinwire.stream.events import Applied, Fetched, Maintained, Published, Refused
@@ -146,7 +146,7 @@ def test_the_endpoint_is_on_loopback_only() -> None:
             # Another address of this very machine.
             socket.create_connection(("127.0.0.2", port), timeout=30)
         with (
-            pytest.raises(InvalidArgument, match=f"127.0.0.1:{port}"),
+            pytest.raises(StoreError, match=f"127.0.0.1:{port}"),
             serve_metrics(port, registry),
         ):
             pass

@@ -138,6 +138,17 @@ def test_a_store_that_is_away_is_no_place_for_another_stream(tmp_path: Path) -> 
         assert trainer.publish(tiny(2)).version == 2
 
 
+def test_a_copy_of_the_model_is_no_place_for_a_stream(tmp_path: Path) -> None:
+    """The URL and the folder swapped."""
+    with publisher(tmp_path / "store", tmp_path / "baseline") as trainer:
+        trainer.publish(tiny(1))
+    before = sorted(path.name for path in (tmp_path / "baseline").iterdir())
+    for folder in ("store", "empty"):
+        with pytest.raises(InvalidArgument):
+            publisher(tmp_path / "baseline", tmp_path / folder)
+    assert sorted(path.name for path in (tmp_path / "baseline").iterdir()) == before
+
+
 def test_a_step_that_goes_back_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = DictStore()
     with publisher(store, tmp_path / "baseline") as trainer:

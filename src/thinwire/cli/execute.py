@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,25 @@ if TYPE_CHECKING:
     from thinwire.stream.version import Version
 
 _STDERR = 2
+
+
+def check_command(command: str | None) -> None:
+    """Refuse a command that cannot be run before anything is fetched for it.
+
+    Raises:
+        InvalidArgument: It is none, or not there.
+    """
+    if command is None:
+        return
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise InvalidArgument(f"--exec {command[:200]!r} is no command: {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise InvalidArgument(
+            f"--exec {command[:200]!r} cannot be run: there is no such program",
+            hint="Give a program's path, or one on the PATH; for more, --exec 'sh -c \"...\"'",
+        )
 
 
 def run_after(command: str | None, folder: Path, held: Version, logger: Any) -> None:
@@ -30,10 +50,9 @@ def run_after(command: str | None, folder: Path, held: Version, logger: Any) -> 
         done = subprocess.run(
             shlex.split(command), env=os.environ | facts, stdout=_STDERR, check=False
         )
-        code = done.returncode
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(
-            f"--exec {command[:200]!r} cannot be run: {error}", hint="Give a command on the PATH"
-        ) from error
-    if code:
-        logger.warning("exec failed", version=held.version, code=code)
+    except OSError as error:
+        # It was there at the start: its file system may be back for the next version.
+        logger.warning("exec failed", version=held.version, error=str(error))
+        return
+    if done.returncode:
+        logger.warning("exec failed", version=held.version, code=done.returncode)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.execute import run_after
+from thinwire.cli.execute import check_command, run_after
 from thinwire.cli.failures import INTERRUPTED, reported
 from thinwire.cli.logs import LogLevel, observing
 from thinwire.cli.options import (
@@ -136,6 +136,7 @@ def follow(
         from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES
         from thinwire.stream.events import Observers
 
+        check_command(execute)
         is_single = once or version is not None
         if timeout is not None and not is_single:
             raise InvalidArgument(

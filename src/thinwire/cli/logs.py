@@ -111,6 +111,8 @@ class _Stderr:
     def msg(self, text: str) -> None:
         # Whoever reads the log may have gone; that must not end the work.
         with suppress(OSError, ValueError):
-            print(text, file=sys.stderr, flush=True)
+            # One write: threads that log at once must not tear each other's lines.
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
     debug = info = warning = error = msg

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.execute import run_after
+from thinwire.cli.execute import check_command, run_after
 from thinwire.cli.failures import INTERRUPTED, reported
 from thinwire.cli.logs import LogLevel, observing
 from thinwire.cli.options import (
@@ -162,6 +162,8 @@ def mirror(
         from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES
         from thinwire.interop.mirror import Mirror
         from thinwire.store import open_store
+
+        check_command(execute)
 
         stream = open_stream(url, trusted_keys=trust or ())
         store = open_store(target, single_writer=single_writer)

@@ -325,7 +325,7 @@ def changes_of_all(
     only: Collection[str] | None = None,
     workers: int = 1,
 ) -> Iterator[ChunkChanges]:
-    """As :meth:`Delta.changes`, of several deltas whose tensors are disjoint, on the same threads."""
+    """As :meth:`Delta.changes`, of several deltas of disjoint tensors, on the same threads."""
     for delta in deltas:
         delta.check_bases(bases)
     tasks = ((delta, unit) for delta in deltas for unit in delta._units(only))

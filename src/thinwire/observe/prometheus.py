@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from thinwire.errors import InvalidArgument
+from thinwire.errors import InvalidArgument, StoreError
 from thinwire.stream.events import (
     Applied,
     EngineFailed,
@@ -158,7 +158,8 @@ def serve_metrics(port: int, registry: CollectorRegistry) -> Iterator[int]:
     Only this machine can reach it. Port 0 is any free one.
 
     Raises:
-        InvalidArgument: The port cannot be listened on, or prometheus-client is not installed.
+        StoreError: The port cannot be listened on.
+        InvalidArgument: The package prometheus-client is not installed.
     """
     _check_installed()
     from prometheus_client import start_http_server
@@ -167,7 +168,7 @@ def serve_metrics(port: int, registry: CollectorRegistry) -> Iterator[int]:
         server, thread = start_http_server(port, addr=LOOPBACK, registry=registry)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InvalidArgument(
+        raise StoreError(
             f"cannot serve metrics on {LOOPBACK}:{port}: {reason}",
             hint="Choose another port; 0 takes any free one",
             port=port,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from contextlib import suppress
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+from thinwire.checkpoint.file_names import MARK_NAME
 from thinwire.errors import AlreadyExists, InvalidArgument, NotFound
 from thinwire.follow import Stream
 from thinwire.store import prove_put_if_absent
@@ -19,13 +22,14 @@ def create_stream(stream: Stream) -> StreamRecord:
 
     Raises:
         UnsafeStore: The store does not honour put-if-absent.
-        InvalidArgument: The stream is signed and there is no key, or it has another policy than the
-            one asked for.
+        InvalidArgument: The URL is that of a follower's folder; the stream is signed and there is
+            no key, or it has another policy than the one asked for.
     """
     try:
         record = stream.record()
         _check_policy(stream, record)
     except NotFound:
+        _refuse_copy(stream)
         made = StreamRecord(
             format=FORMAT,
             type=StreamRecord.TYPE,
@@ -44,6 +48,17 @@ def create_stream(stream: Stream) -> StreamRecord:
     data = stream.store.get(keys.STREAM, limit_bytes=MAX_SMALL_BYTES)
     prove_put_if_absent(stream.store, keys.STREAM, data)
     return record
+
+
+def _refuse_copy(stream: Stream) -> None:
+    """A folder that follows a stream, or is a publisher's baseline, is no place for one."""
+    parts = urlsplit(stream.url)
+    folder = Path(unquote(parts.path))
+    if parts.scheme == "file" and (folder / MARK_NAME).exists():
+        raise InvalidArgument(
+            f"{folder} holds a copy of a model at a version of a stream: none is made inside",
+            hint="Were the stream's URL and the folder swapped?",
+        )
 
 
 def _check_policy(stream: Stream, record: StreamRecord) -> None:
