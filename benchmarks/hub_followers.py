@@ -102,7 +102,7 @@ class Followers:
     async def _ask(
         self, writer: asyncio.StreamWriter, method: str, path: str, body: bytes = b""
     ) -> None:
-        head = f"{method} {self._path}{path} HTTP/1.1\r\nhost: hub\r\n"
+        head = f"{method} {self._path}{path} HTTP/1.1\r\nhost: localhost\r\n"
         if body:
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         writer.write(head.encode() + b"\r\n" + body)

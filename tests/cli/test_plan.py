@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
+
+from thinwire.capacity import facts
+from thinwire.cli import plan
 
 from .conftest import Run, read_json
 
@@ -68,6 +72,8 @@ def test_every_option_arrives(run: Run) -> None:
         "--rtt": ("10ms", "rtt_s", 0.01),
         "--no-relay": (None, "has_relay", False),
         "--relays": (2, "relays", 2),
+        "--relay-speed": ("3GB", "relay_bytes_per_s", 3e9),
+        "--unsigned": (None, "is_signed", False),
         "--no-hub": (None, "has_hub", False),
         "--poll": (3, "poll_s", 3.0),
         "--cpu": (2, "cpu", 2.0),
@@ -108,7 +114,25 @@ def test_simulation(run: Run) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--changed", 2], "changed is 2"),
+        (["--changed", 2], "--changed is 2"),
+        (["--link", "0Gbit"], "--link is 0"),
+        (["--local-link", "0Gbit"], "--local-link is 0"),
+        (["--uplink", "0Gbit"], "--uplink is 0"),
+        (["--step-time", "0s"], "--step-time is 0"),
+        (["--disk", "0GB"], "--disk is 0"),
+        (["--relay-speed", "0GB"], "--relay-speed is 0"),
+        (["--poll", 0], "--poll is 0"),
+        (["--cpu", -1], "--cpu is -1"),
+        (["--decode-threads", 0], "--decode-threads is 0"),
+        (["--bits-per-change", "nan"], "--bits-per-change is nan"),
+        (["--egress-price", -1], "--egress-price is -1"),
+        (["--put-price", "nan"], "--put-price is nan"),
+        (["--get-price", "inf"], "--get-price is inf"),
+        (["--storage-price", -1], "--storage-price is -1"),
+        (["--regions", 21], "--regions is 21 hint: Count those with replicas"),
+        (["--simulate", 5, "--crash", 2], "--crash is 2"),
+        (["--simulate", 5, "--crash", "nan"], "--crash is nan"),
+        (["--crash", "nan"], "belong to a simulation"),
         (["--params", "1.5"], "not a whole number"),
         (["--params", "nan"], "not a whole number"),
         (["--params", "many"], "not a number"),
@@ -129,3 +153,22 @@ def test_refused(more: list[object], words: str, run: Run) -> None:
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.split())
     assert result.stdout == ""
+
+
+def test_a_refusal_for_machines(run: Run) -> None:
+    result = run("plan", *SMALL, "--put-price", "nan", "--json")
+    assert json.loads(result.stdout)["error"]["context"] == {"option": "--put-price"}
+
+
+def test_every_name_of_an_option_is_one() -> None:
+    parameters = inspect.signature(plan.plan).parameters
+    for option in plan._OPTIONS.values():
+        assert option.removeprefix("--").replace("-", "_") in parameters
+    assert parameters["relay_speed"].default == "1GB"
+    assert plan.parse_disk("1GB") == facts.RELAY_BYTES_PER_S.value
+
+
+def test_help_says_how_it_ends(run: Run) -> None:
+    words = " ".join(run("plan", "--help").stdout.split())
+    assert "Limits that are exceeded are no error" in words
+    assert "exit code is 0" in words

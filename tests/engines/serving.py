@@ -16,8 +16,8 @@ import torch
 from thinwire import Follower, Version
 from thinwire.engines.engine import label_of
 from thinwire.engines.transformers.serving import Settings, serving
-from thinwire.web import Listener
 from thinwire.torch import TorchPublisher
+from thinwire.web import Listener
 
 VOCABULARY = 64
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import threading
 import time
 import warnings
@@ -23,10 +24,14 @@ if not all(
 
 import structlog
 
+from thinwire.engines.transformers.following import Following, Newest
 from thinwire.engines.transformers.serving import Settings, serving
+from thinwire.follow import Follower, open_stream
 from thinwire.hub import Hub
 from thinwire.report import HubClient, HubNotifier
-from thinwire.torch import TorchPublisher
+from thinwire.store import open_store
+from thinwire.testing.faults import NO_FAULTS, FaultStore, Rates
+from thinwire.torch import TorchPublisher, TorchSink
 from thinwire.web import Limits, Listener
 
 from .serving import llama, nudge
@@ -60,6 +65,19 @@ def wait_for(at: str, version: int) -> dict[str, Any]:
     raise AssertionError(found)
 
 
+def until_fault(at: str, state: str, *, has_fault: bool = True) -> dict[str, Any]:
+    """What the replica says, once it is in a state and names a fault, or none."""
+    end_s = time.monotonic() + WITHIN_S
+    while time.monotonic() < end_s:
+        with urlopen(f"{at}/v1/streams/run/replicas") as answer:
+            found: list[dict[str, Any]] = json.load(answer)["replicas"]
+        is_it = found and bool(found[0]["beat"].get("fault")) == has_fault
+        if is_it and found[0]["state"] == state:
+            return found[0]["beat"]
+        time.sleep(0.05)
+    raise AssertionError(found)
+
+
 def test_a_server_is_woken_and_shown(tmp_path: Path) -> None:
     url = str(tmp_path / "stream")
     model = llama()
@@ -78,3 +96,30 @@ def test_a_server_is_woken_and_shown(tmp_path: Path) -> None:
                 assert beat["update_count"] >= 2
         with urlopen(f"{at}/v1/streams/run/replicas") as answer:
             assert json.load(answer)["replicas"] == []
+
+
+def test_a_server_says_what_keeps_it_back(tmp_path: Path) -> None:
+    """Its updates fail: it is not seen as one that has nothing to do."""
+    url = str(tmp_path / "stream")
+    model = llama()
+    with hub_of(url) as at, TorchPublisher(model, url, maintain=False) as publisher:
+        publisher.publish(step=1).wait(WITHIN_S)
+        served = llama()
+        sink = TorchSink(served)
+        store = FaultStore(open_store(url, retry_s=0), random.Random(0))
+        hub = HubClient(at, "run", replica="s1", engine="torch")
+        with Follower(open_stream(store), sink, observer=hub) as follower:
+            logger = structlog.get_logger()
+            following = Following(
+                *(follower, sink, Newest()), poll_s=0.05, proves=True, logger=logger, observer=hub
+            )
+            assert not following.is_ready
+            with hub.reporting(following):
+                following.start()
+                wait_for(at, 1)
+                store.set_rates(Rates(fail_before=1.0))
+                found = until_fault(at, "ready")
+                assert found["fault"]["code"] == "unavailable"
+                store.set_rates(NO_FAULTS)
+                until_fault(at, "ready", has_fault=False)
+            following.close()

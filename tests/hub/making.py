@@ -21,7 +21,7 @@ from thinwire.web import Limits, Listener, Role, Tokens
 LINEAGE = "0123456789abcdef" * 2
 OTHER = "f" * 32
 # Nobody is lost because the machine that runs the tests is busy.
-PATIENT = HubLimits(fleet=FleetLimits(interval_s=60))
+PATIENT = HubLimits(fleet=FleetLimits(interval_s=60, settle_s=0))
 TOKENS = {
     Role.READ: "read-0123456789abcdef",
     Role.FOLLOW: "follow-0123456789abcdef",

@@ -184,3 +184,28 @@ def test_relays_and_those_who_left_are_none_of_the_deployments(tmp_path: Path) -
             }
             until(lambda: client.delete(f"{STREAM}/replicas/a").status_code == 204)
             assert client.get(ROUTE, headers=HEADERS).json() == {"replicas": []}
+
+
+def test_what_a_restarted_hub_calls_versions(tmp_path: Path) -> None:
+    """Names in metadata are in the bucket; those of signals are gone until they are signalled."""
+    shown = []
+    with training(tmp_path) as trainer:
+        trainer.publish(step=7)
+        trainer.publish(step=8, identity="run-b")
+        for _ in range(2):
+            hub = Hub({"policy": trainer.url}, poll_s=0.05, limits=PATIENT)
+            with listening(hub) as url, httpx.Client(base_url=url, headers=HEADERS) as client:
+                lineage = head_at(client, 2)["head"]["lineage"]
+                until(lambda: len(client.get(f"{STREAM}/versions").json()["versions"]) == 2)
+                for name, version in (("a", 1), ("b", 2), ("c", 1)):
+                    said = {"replica": name, "version": version, "is_ready": True}
+                    said["lineage"] = lineage if name != "c" else "e" * 32
+                    client.post(f"{STREAM}/heartbeats", json=said)
+                for _ in range(2):
+                    found = client.get(ROUTE).json()["replicas"]
+                    shown.append([one["current_snapshot_identity"] for one in found])
+                    client.post(ROUTE, json={"identity": "step_7"})
+                # Ready with what the stream does not have is not ready here.
+                assert [one["readiness"] for one in found] == [True, True, False]
+    unnamed, named = ["version_000000000001", "run-b", None], ["step_7", "run-b", None]
+    assert shown == [unnamed, named] * 2

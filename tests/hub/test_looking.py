@@ -321,7 +321,7 @@ def test_a_watcher_outlives_a_bug_of_whom_it_tells(
         try:
             until(lambda: told.errors, "the bug")
             trainer.publish()
-            until(lambda: told.numbers[:1] == [2], "version 2")
+            until(lambda: told.numbers == [2, 1], "both versions")
         finally:
             watcher.stop()
             watcher.join()
@@ -349,3 +349,33 @@ def test_holes_of_the_history_are_closed(
         finally:
             watcher.stop()
             watcher.join()
+
+
+def test_what_stays_missing_is_asked_for_more_and_more_seldom(
+    tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.hub.watcher._FILL_AGAIN_S", 0.01)
+    asked: list[str] = []
+
+    def note_asked(when: str, operation: str, key: str) -> None:
+        if when == "before":
+            asked.append(key)
+
+    with training(tmp_path) as trainer:
+        for _ in range(30):
+            trainer.publish()
+        missing = manifest_path(trainer.url, 12)
+        missing.unlink()
+        store = FaultStore(open_store(trainer.url), random.Random(0), hook=note_asked)
+        told = Recording()
+        watcher = Watcher(open_stream(store), told, pool, poll_s=0.01)
+        watcher.start()
+        try:
+            # At 0, 10, 30, 70, 150, 310, 630 ms and so on.
+            until(lambda: sum(key.endswith(missing.name) for key in asked) >= 5, "five tries")
+        finally:
+            watcher.stop()
+            watcher.join()
+    # What was read is not read again: only the batch that begins with what is missing.
+    assert sum(key.endswith(manifest_path(trainer.url, 25).name) for key in asked) == 1
+    assert watcher._fill_pause_s >= 2**4 * 0.01

@@ -41,7 +41,7 @@ def test_states(said: object, expected: str) -> None:
 
 
 def test_lost_and_forgotten_and_back() -> None:
-    fleet = Fleet(FleetLimits(forget_s=100, interval_s=2))
+    fleet = Fleet(FleetLimits(forget_s=100, forget_region_s=0, interval_s=2))
     fleet.beat(beat(version=1), 0.0)
     quiet_s = 3 * 2 + 5
     assert state(fleet, quiet_s) == "ready"
@@ -172,16 +172,60 @@ def test_the_readiness_rule() -> None:
     assert not judge([], Rule(None, 0.0)).is_ready
 
 
-def test_a_rule_does_not_count_the_lost() -> None:
+def test_the_lost_are_not_ready_unless_they_are_to_be_ignored() -> None:
     fleet = [*statuses(beat("a", 10)), *statuses(beat("b", 10), now_s=1000)]
     verdict = judge(fleet, Rule(0))
-    assert verdict.is_ready
-    assert verdict.reason.endswith("1 more are lost, and do not count")
+    assert (verdict.is_ready, verdict.ready_count, verdict.count) == (False, 1, 2)
+    assert verdict.reason.endswith("2 must be; 1 are lost")
+    assert judge(fleet, Rule(0, 0.5)).is_ready
+    verdict = judge(fleet, Rule(0, ignores_lost=True))
+    assert (verdict.is_ready, verdict.ready_count, verdict.count) == (True, 1, 1)
+    assert verdict.reason.endswith("1 more are lost")
+    assert not judge(fleet[1:], Rule(ignores_lost=True)).is_ready
+
+
+def test_so_many_must_be_ready_at_least() -> None:
+    fleet = statuses(beat("a", 10), beat("b", 10), beat("c", 1))
+    assert judge(fleet, Rule(0, 0.5, min_count=2)).is_ready
+    assert not judge(fleet, Rule(0, 0.5, min_count=3)).is_ready
+    assert judge([], Rule()).reason == "no replica is known here; 1 must be"
+
+
+def test_what_a_relay_gave_did_not_cross_into_the_region() -> None:
+    replicas = [beat(name, 10, fetched_bytes=50, relayed_bytes=40) for name in "ab"]
+    relay = beat("r", kind="relay", fetched_bytes=45, served_bytes=80)
+    (found,) = regions_of(statuses(*replicas, relay))
+    assert (found.fetched_bytes, found.served_bytes) == (2 * 10 + 45, 80)
+
+
+def test_who_is_ahead_of_the_hub_is_believed_until_it_has_looked() -> None:
+    history = History(10)
+    history.add(note(3, step=30))
+    fleet = Fleet()
+    fleet.beat(beat("a", 4), 100.0)
+    fleet.beat(beat("a", 4), 109.0)  # says the same again
+    (seen,) = fleet.sorted()
+    for looked_s, steps in ((None, 0), (99.0, 0), (104.0, 0), (105.0, None)):
+        assert status_of(seen, history, 110.0, 0, looked_s).staleness_steps == steps
+    fleet.beat(beat("a", 3), 111.0)
+    assert status_of(seen, history, 111.0, 0, 200.0).staleness_steps == 0
+
+
+def test_the_last_of_a_region_are_missed_for_longer() -> None:
+    fleet = Fleet(FleetLimits(forget_s=100, forget_region_s=1000, interval_s=2))
+    for name, region in (("a", "eu"), ("b", "eu"), ("c", "us"), ("d", "us")):
+        fleet.beat(beat(name, 1, region=region), 0.0)
+    fleet.beat(beat("relay", kind="relay", region="eu"), 200.0)
+    fleet.beat(beat("d", 1, region="us"), 200.0)
+    fleet.sweep(200.0)
+    assert [seen.beat.replica for seen in fleet.sorted()] == ["a", "b", "d", "relay"]
+    fleet.sweep(1012.0)
+    assert [seen.beat.replica for seen in fleet.sorted()] == ["d"]
 
 
 def test_a_version_that_the_stream_does_not_have_is_not_fresh() -> None:
     fleet = statuses(beat("a", 10, lineage="e" * 32))
     assert fleet[0].staleness_steps is None
     assert not judge(fleet, Rule(1000)).is_ready
-    assert judge(fleet, Rule()).is_ready
+    assert not judge(fleet, Rule()).is_ready  # any distance is not one that nobody knows
     assert counts_of(fleet) == Counts(ready=1)

@@ -28,7 +28,7 @@ from .making import (
 )
 
 STREAM = "/v1/streams/policy"
-_LIMITS = HubLimits(fleet=FleetLimits(replicas=40, regions=3, interval_s=60))
+_LIMITS = HubLimits(fleet=FleetLimits(replicas=40, regions=3, interval_s=60, settle_s=0))
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_heartbeats_and_what_is_seen_of_them(client: httpx.Client) -> None:
     assert first["staleness_s"] >= 0
     page = client.get(f"{STREAM}/replicas", params={"region": "eu", "limit": 2}).json()
     assert (page["next"], len(page["replicas"])) == ("eu-2", 2)
-    rest = {"region": "eu", "limit": 2, "after": "eu-2"}
+    rest: dict[str, Any] = {"region": "eu", "limit": 2, "after": "eu-2"}
     page = client.get(f"{STREAM}/replicas", params=rest).json()
     assert [one["beat"]["replica"] for one in page["replicas"]] == ["relay"]
     eu, us = client.get(STREAM).json()["regions"]
@@ -146,6 +146,11 @@ def test_readiness(client: httpx.Client) -> None:
     assert ready(max_staleness_steps=0, replica="a") == (200, True)
     assert ready(max_staleness_steps=0, replica="b") == (503, False)
     assert ready(max_staleness_steps=0, region="nowhere") == (503, False)
+    assert ready(max_staleness_steps=19, share=0.5, min_count=2) == (503, False)
+    assert ready(max_staleness_steps=19, share=0.5, published=5) == (200, True)
+    assert ready(max_staleness_steps=19, share=0.5, published=6) == (503, False)
+    answer = client.get(f"{STREAM}/ready", params={"published": 6, "replica": "a"}).json()
+    assert answer["reason"].endswith("the hub has not read version 6 yet")
     answer = client.get(f"{STREAM}/ready", params={"max_staleness_steps": 19}).json()
     assert (answer["ready_count"], answer["count"]) == (1, 2)
     assert "1 of 2 replicas" in answer["reason"]
@@ -174,6 +179,8 @@ def test_readiness(client: httpx.Client) -> None:
         (f"{STREAM}/ready?share=1.5", 422, "share"),
         (f"{STREAM}/ready?share=nan", 422, "share"),
         (f"{STREAM}/ready?replica=a%0A", 422, "replica"),
+        (f"{STREAM}/ready?lost=no", 422, "lost must match"),
+        (f"{STREAM}/ready?min_count=0", 422, "min_count"),
         (f"{STREAM}/wait?timeout_s=61", 422, "timeout_s"),
         (f"{STREAM}/wait?lineage=xyz", 422, "lineage"),
         ("/static/none.js", 404, "no such file"),
@@ -202,7 +209,6 @@ def test_what_is_refused(client: httpx.Client, path: str, status: int, text: str
         (b'{"replica": "a", "fetched_bytes": 9007199254740992}', 422, "$.fetched_bytes"),
         (b'{"replica": "a", "pause_s": NaN}', 400, "no JSON"),
         (b'{"replica": "a", "phase": "sleep"}', 422, "$.phase"),
-        (b'{"replica": "a", "more": 1}', 422, "more"),
         (b'{"replica": "a", "updates": [{"version": 1, "ended_ms": "x"}]}', 422, "ended_ms"),
         (b" " * (MAX_HEARTBEAT_BYTES + 1), 413, f"{MAX_HEARTBEAT_BYTES} bytes"),
     ],
@@ -301,6 +307,47 @@ def test_a_stream_that_is_not_there_yet_and_then_is(tmp_path: Path) -> None:
             trainer.publish()
             status = head_at(client, 1)
         assert (status["fault"], status["model"]) == (None, "small")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_answered"),
+    [
+        ("localhost:8765", True),
+        ("LOCALHOST.", True),
+        ("127.0.0.2", True),
+        ("[::1]:8765", True),
+        ("evil.example", False),
+        ("127.0.0.1.evil.example:8765", False),
+        ("0.0.0.0:8765", False),
+        ("[fe80::1]", False),
+        ("[::1", False),
+    ],
+)
+def test_without_tokens_only_names_of_this_machine_are_answered(
+    client: httpx.Client, host: str, is_answered: bool
+) -> None:
+    for path in ("/", "/v1/streams", "/openapi.json"):
+        status = client.get(path, headers={"host": host}).status_code
+        assert status == (200 if is_answered else 421)
+    answer = client.post(f"{STREAM}/signal", json={"version": 1}, headers={"host": host})
+    assert answer.status_code == (202 if is_answered else 421)
+
+
+def test_with_tokens_any_name_is_answered(trainer: Trainer) -> None:
+    hub = Hub({"policy": trainer.url}, tokens=known_tokens(), poll_s=3600, limits=PATIENT)
+    with calling(hub, TOKENS[Role.READ]) as client:
+        answer = client.get("/v1/streams", headers={"host": "hub.example"})
+        assert answer.status_code == 200
+
+
+def test_a_newer_replica_may_say_more(client: httpx.Client) -> None:
+    more = {"of_the_future": 1}
+    known = {"version": 3, "ended_ms": 1, **more}
+    fault = {"code": "x", "message": "y", "at_ms": 1, **more}
+    body = {"replica": "new", "updates": [known], "fault": fault, **more}
+    assert post(client, f"{STREAM}/heartbeats", body).status_code == 200
+    assert post(client, f"{STREAM}/signal", {"version": 1, **more}).status_code == 202
+    assert client.delete(f"{STREAM}/replicas/new").status_code == 204
 
 
 def test_a_restarted_hub_knows_everything_again(trainer: Trainer) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from thinwire.hub.versions import MAX_IDENTITY_CHARS, History
+from thinwire.follow import open_stream
+from thinwire.hub.versions import MAX_IDENTITY_CHARS, History, note_of
+from thinwire.report.messages import MAX_COUNT
 
-from .making import LINEAGE, OTHER, note
+from .making import LINEAGE, OTHER, note, training
 
 
 def history(*notes: object, limit: int = 100) -> History:
@@ -86,6 +91,27 @@ def test_staleness_in_a_lineage_that_was_left() -> None:
     made = history(note(1, 10), note(2, 20), note(3, 11, OTHER), note(4, 12, OTHER))
     assert made.staleness(LINEAGE, 2, 20, 9_000) == (2, 6.0)
     assert made.staleness(OTHER, 3, 11, 9_000) == (1, 5.0)
+
+
+def test_a_version_that_no_history_names_is_of_the_lineages_around_it() -> None:
+    made = history(note(3, 30), note(4, 40), note(8, 80, OTHER), note(9, 90, OTHER))
+    assert made.staleness(LINEAGE, 2, 20, 9_000).steps == 7
+    assert made.staleness(OTHER, 2, 20, 9_000) == (None, None)
+    assert made.staleness("e" * 32, 2, 85, 9_000) == (None, None)
+    # In the hole from 5 to 7 one lineage ended and the other began.
+    for lineage in (LINEAGE, OTHER):
+        assert made.staleness(lineage, 6, 60, 9_000).steps is not None
+    assert made.staleness("e" * 32, 6, 85, 9_000) == (None, None)
+    assert made.staleness(LINEAGE, 8, 80, 9_000) == (None, None)
+
+
+def test_a_step_that_javascript_does_not_hold_is_none(tmp_path: Path) -> None:
+    with training(tmp_path) as trainer:
+        trainer.publish(7)
+        found = open_stream(trainer.url).tip().head
+    assert found is not None
+    for step, told in ((7, 7), (MAX_COUNT, MAX_COUNT), (2**62, None), (-(2**62), None)):
+        assert note_of(replace(found, step=step)).step == told
 
 
 def test_identities() -> None:

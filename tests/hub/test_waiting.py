@@ -165,7 +165,7 @@ def test_whoever_goes_is_not_kept(trainer: Trainer) -> None:
             connections = []
             for _ in range(20):
                 connection = socket.create_connection((host, port))
-                request = f"GET {STREAM}/{path} HTTP/1.1\r\nhost: hub\r\n\r\n"
+                request = f"GET {STREAM}/{path} HTTP/1.1\r\nhost: localhost\r\n\r\n"
                 connection.sendall(request.encode())
                 connections.append(connection)
             kind = "events" if path == "events" else "wait"

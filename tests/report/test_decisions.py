@@ -282,8 +282,18 @@ def test_a_hub_that_is_away_is_asked_more_and_more_seldom() -> None:
     assert waits[0] == 0.5
     assert waits[-1] == 10.0
     # It is seen again: at once.
-    pace.returned()
+    pace.returned(3.0)
     assert pace.due_s(0.5) <= 0
+
+
+def test_a_hub_that_is_connected_anew_is_told_at_once() -> None:
+    """It may have been started again between two heartbeats that both arrived."""
+    pace = Pace()
+    pace.sending(0.0)
+    pace.arrived(50.0)
+    assert pace.due_s(0.5) == 50.0
+    pace.returned(3.0)
+    assert 3.0 < pace.due_s(0.0) < pace.due_s(1.0) < 3.5
 
 
 @given(st.integers(1, 10**9), st.floats(0, 1))
@@ -408,6 +418,10 @@ def test_streams_that_are_given_names() -> None:
         named_streams(["s3://b/run", "run=/srv/run"])
     with pytest.raises(InvalidArgument, match="no hub has as a name"):
         named_streams(["s3://b/a b"])
+    with pytest.raises(InvalidArgument, match="no URL comes after 'policy='"):
+        named_streams(["policy="])
+    with pytest.raises(InvalidArgument, match=r"the stream's name in 'po licy=store' is 'po licy'"):
+        named_streams(["po licy=store"])
 
 
 @pytest.mark.parametrize("host", ["node-3", "", "-x.y", "a" * 200, "über.local", "a b\n", "."])

@@ -317,3 +317,35 @@ def test_the_longest_heartbeat_fits() -> None:
     data = msgspec.json.encode(made.beat(now(1e8)))
     assert len(data) <= MAX_HEARTBEAT_BYTES
     assert msgspec.json.decode(data, type=Heartbeat).updates[-1].version == 10**12 - 1
+
+
+@pytest.mark.parametrize("step", [2**62, -(2**62)])
+def test_a_step_that_fits_into_no_message_is_left_out(step: int) -> None:
+    made = state()
+    take(made, Applied(**facts(1), kind="anchor", base=0, wall_s=0, age_s=0, step=step))
+    sent = msgspec.json.encode(made.beat(now()))
+    assert msgspec.json.decode(sent, type=Heartbeat).step is None
+
+
+def test_what_serves_what_it_follows_may_have_to_stop() -> None:
+    made = ReplicaState("r1", region="", engine="torch", now=now())
+    made.begin(Place(), None, is_driven=False, is_asked=True)
+    take(made, applied(3), caught_up(3))
+    assert not made.is_ready
+    assert made.note_ready(True)
+    assert made.is_ready
+    take(made, Refused(url="u", lineage="", version=0, code="base-mismatch", reason="wrong"))
+    assert made.note_ready(False)
+    beat = made.beat(now())
+    assert (beat.version, beat.is_ready, beat.fault and beat.fault.code) == (
+        *(3, False, "base-mismatch"),
+    )
+
+
+def test_what_a_relay_gave_is_some_of_what_was_fetched() -> None:
+    made = state()
+    take(made, fetched(1, 60))
+    made.relayed_bytes = 50
+    assert made.beat(now()).relayed_bytes == 50
+    made.relayed_bytes = 90  # wrong bytes were fetched again
+    assert made.beat(now()).relayed_bytes == 60

@@ -15,6 +15,9 @@ from thinwire.cli.output import print_json_line
 from thinwire.cli.signals import stopped_by_signals
 from thinwire.errors import InvalidArgument
 
+# A replica has two, one for what it says and one to be woken by; and there are people, too.
+_MAX_CONNECTIONS = 25_000
+
 
 def hub(
     stream: Annotated[
@@ -67,7 +70,7 @@ def hub(
     with reported(as_json, is_lines=True), ExitStack() as stack:
         try:
             from thinwire.hub import LOOK_RETRY_S, Hub, Rule
-            from thinwire.web import Listener, Tls, Tokens, check_exposure
+            from thinwire.web import Limits, Listener, Tls, Tokens, check_exposure
         except ImportError as error:
             raise InvalidArgument(
                 f"a hub needs {error.name}, which is not installed",
@@ -98,7 +101,9 @@ def hub(
             rule=Rule(max_staleness_steps),
             logger=logger,
         )
-        listener = Listener(service.app, host, port, tls=tls)
+        listener = Listener(
+            service.app, host, port, tls=tls, limits=Limits(connections=_MAX_CONNECTIONS)
+        )
 
         def stop() -> None:
             service.let_go()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +21,22 @@ if TYPE_CHECKING:
 
 _RATES = {"bit": 1.0, **{f"{p}bit": 1000.0**n for n, p in enumerate("kMGT", 1)}}
 _SHORT = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+# What the model calls otherwise than its option is called.
+_OPTIONS = {
+    "step_s": "--step-time",
+    "uplink_bits_per_s": "--uplink",
+    "link_bits_per_s": "--link",
+    "local_bits_per_s": "--local-link",
+    "relay_bytes_per_s": "--relay-speed",
+    "rtt_s": "--rtt",
+    "poll_s": "--poll",
+    "disk_bytes_per_s": "--disk",
+    "egress_gb": "--egress-price",
+    "put_thousand": "--put-price",
+    "get_thousand": "--get-price",
+    "storage_gb_month": "--storage-price",
+    "crash_per_hour": "--crash",
+}
 _BYTE_RATES = {"B": 1.0, **{f"{p}B": 1000.0**n for n, p in enumerate("kMGT", 1)}}
 
 
@@ -53,6 +71,23 @@ def _parse(text: str, units: dict[str, float], what: str) -> float:
     if found is None or found[2] not in units:
         raise typer.BadParameter(f"{text!r} is not {what}")
     return float(found[1]) * units[found[2]]
+
+
+@contextmanager
+def _named_as_options() -> Iterator[None]:
+    """Have what the model refuses called as the options are."""
+    try:
+        yield
+    except InvalidArgument as error:
+        name = error.context.get("field")
+        if name is None:
+            raise
+        option = _OPTIONS.get(name) or f"--{name.replace('_', '-')}"
+        raise InvalidArgument(
+            f"{option} is {error.context['value']:.15g}",
+            hint=error.hint,
+            option=option,
+        ) from None
 
 
 def _rate(help_text: str) -> Any:
@@ -93,7 +128,20 @@ def plan(
     local_link: Annotated[Any, _rate("Of one host inside a region.")] = "25Gbit",
     rtt: Annotated[Any, _time("Round trip from a region to the bucket.")] = "80ms",
     relay: Annotated[bool, typer.Option("--relay/--no-relay", help="Read through relays.")] = True,
-    relays: Annotated[int, typer.Option(help="Relays in each region.")] = 1,
+    relays: Annotated[
+        int, typer.Option(help="Relays in each region: processes, each with a copy of its own.")
+    ] = 1,
+    relay_speed: Annotated[
+        Any,
+        typer.Option(
+            parser=parse_disk,
+            metavar="RATE",
+            help="What one relay sends, or an HTTP cache before it; the default was measured.",
+        ),
+    ] = "1GB",
+    signed: Annotated[
+        bool, typer.Option("--signed/--unsigned", help="Replicas pin keys: --trust.")
+    ] = True,
     hub: Annotated[bool, typer.Option("--hub/--no-hub", help="A hub wakes replicas.")] = True,
     poll: Annotated[float, typer.Option(help="The shortest time between looks, seconds.")] = 1.0,
     anchor_every: Annotated[
@@ -140,9 +188,10 @@ def plan(
     """What a run takes: bytes, time to all replicas, requests, memory, disk and cost.
 
     A model, held against real runs in docs/scale.md; with --simulate also played through, with
-    regions that are cut off and replicas that crash.
+    regions that are cut off and replicas that crash. Limits that are exceeded are no error: they
+    are marked in the last table, and with --json each has a status; the exit code is 0.
     """
-    with reported(as_json=as_json):
+    with reported(as_json=as_json), _named_as_options():
         from thinwire.capacity.model import plan_of
         from thinwire.capacity.scenario import Prices, Scenario
         from thinwire.capacity.simulate import MAX_STEPS, play
@@ -165,6 +214,8 @@ def plan(
             rtt_s=rtt,
             has_relay=relay,
             relays=relays,
+            relay_bytes_per_s=relay_speed,
+            is_signed=signed,
             has_hub=hub,
             poll_s=poll,
             policy=Policy(
@@ -193,7 +244,7 @@ def plan(
             raise InvalidArgument(
                 f"--simulate {simulate}", hint=f"Choose at most {MAX_STEPS} versions"
             )
-        if (cut or crash) and not simulate:
+        if (cut or crash != 0) and not simulate:
             raise InvalidArgument(
                 "--cut and --crash belong to a simulation", hint="Add --simulate STEPS"
             )

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from thinwire.relay.relay import StreamRelay
 
 _MAX_PORT = 65_535
+# Of 250 followers that fetch at once; one that takes nothing costs up to 200 KB.
+_MAX_CONNECTIONS = 4_000
 
 
 def relay(
@@ -81,20 +83,21 @@ def relay(
 ) -> None:
     """Pass streams on to the followers nearby: each byte is fetched once, proved, and kept.
 
-    A follower's URL is http://HOST:PORT/NAME, or its option --relay has that one. What is held is
-    served also while the store is away. Metrics are at /metrics.
+    Followers give --relay http://HOST:PORT/NAME beside the stream's own URL, and go to that one
+    while the relay is away. What is held is served also while the store is away. Metrics are at
+    /metrics.
     """
     with reported(as_json, is_lines=True), ExitStack() as stack:
         try:
             from thinwire.relay.server import RESERVED_NAMES, RelayApp
-            from thinwire.web import Listener, Tls, Tokens, check_exposure
+            from thinwire.web import Limits, Listener, Tls, Tokens, check_exposure
         except ImportError as error:
             raise InvalidArgument(
                 f"a relay needs {error.name}, which is not installed",
                 hint="pip install 'thinwire[hub]'",
             ) from error
         from thinwire.relay.files import own
-        from thinwire.relay.relay import Folders, StreamRelay
+        from thinwire.relay.relay import MIN_CACHE_BYTES, Folders, StreamRelay
         from thinwire.report.naming import named_streams
         from thinwire.store import open_store
 
@@ -113,9 +116,20 @@ def relay(
             raise InvalidArgument(
                 f"a stream cannot be called {min(reserved)!r} here", hint="Give NAME=URL"
             )
+        if limit_bytes < MIN_CACHE_BYTES:
+            raise InvalidArgument(
+                f"--limit-bytes {limit_bytes} is too little for a relay",
+                hint=f"Give at least {MIN_CACHE_BYTES >> 20}MiB; better an anchor, and the deltas "
+                "of a day",
+            )
         stack.callback(os.close, own(cache))
         folders = Folders.at(cache, limit_bytes)
         logger, _ = stack.enter_context(observing(log_level))
+        if not trust:
+            logger.warning(
+                "without --trust nothing proves records: followers without keys of their own read "
+                "them from the bucket, and get only data here"
+            )
         relays = [
             StreamRelay(
                 name,
@@ -127,7 +141,8 @@ def relay(
             )
             for name, url in streams.items()
         ]
-        listener = Listener(RelayApp(relays, known), host, port, tls=tls)
+        limits = Limits(connections=_MAX_CONNECTIONS)
+        listener = Listener(RelayApp(relays, known), host, port, tls=tls, limits=limits)
         stack.enter_context(stopped_by_signals(listener.stop))
         for one in relays:
             stack.callback(one.stop)

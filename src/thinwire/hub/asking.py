@@ -109,7 +109,7 @@ async def read_body(request: Request, kind: type[_T], limit_bytes: int) -> _T:
     """
     kind_given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind_given != "application/json":
-        # Also what keeps a web page elsewhere from using a hub on this machine.
+        # A web page elsewhere cannot say so without having asked (CORS), which is not granted.
         raise ApiError(
             415, "invalid-argument", "the body is not said to be JSON", "Send application/json"
         )

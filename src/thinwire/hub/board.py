@@ -13,7 +13,7 @@ from thinwire.follow import Stream
 from thinwire.hub.bodies import Readiness
 from thinwire.hub.events import Fanout, Message
 from thinwire.hub.replicas import Fleet, FleetLimits
-from thinwire.hub.status import Rule, counts_of, judge, regions_of, status_of
+from thinwire.hub.status import Rule, counts_of, is_believed, judge, regions_of, status_of
 from thinwire.hub.versions import History
 from thinwire.report.messages import (
     Answer,
@@ -31,6 +31,9 @@ _MAX_FAULT_CHARS = 500
 _KEPT_TIMES = 10
 _MAX_KEPT_S = 1.0
 _SWEEP_EVERY_S = 1.0
+# A head that was read longer ago, and than so many looks should take, is no measure of staleness.
+_BLIND_AFTER_S = 60.0
+_BLIND_AFTER_LOOKS = 10
 _MAX_ALIASES = 256
 
 
@@ -56,6 +59,7 @@ class Board:
     Args:
         name: The stream's name at this hub.
         stream: The stream.
+        poll_s: The time between two looks at its bucket.
         history_count: How many versions are kept.
         listener_limit: How many may listen at once.
         fleet_limits: What is kept of replicas.
@@ -66,6 +70,7 @@ class Board:
         name: str,
         stream: Stream,
         *,
+        poll_s: float,
         history_count: int,
         listener_limit: int,
         fleet_limits: FleetLimits,
@@ -74,6 +79,8 @@ class Board:
         self.url = stream.url
         self.fanout = Fanout(listener_limit, self._sweep)
         self.look_failures: dict[str, int] = {}
+        self._settled_s = time.monotonic() + fleet_limits.settle_s
+        self._blind_after_s = max(_BLIND_AFTER_S, _BLIND_AFTER_LOOKS * poll_s)
         self._lock = threading.Lock()
         self._history = History(history_count)
         self._fleet = Fleet(fleet_limits)
@@ -168,10 +175,11 @@ class Board:
         with self._lock:
             now_ms = _now_ms()
             self._statuses = [
-                status_of(seen, self._history, began_s, now_ms) for seen in self._fleet.sorted()
+                status_of(seen, self._history, began_s, now_ms, self._looked_s)
+                for seen in self._fleet.sorted()
             ]
-        cost_s = time.thread_time() - began_cpu_s
-        self._statuses_until_s = time.monotonic() + min(_MAX_KEPT_S, _KEPT_TIMES * cost_s)
+            cost_s = time.thread_time() - began_cpu_s
+            self._statuses_until_s = time.monotonic() + min(_MAX_KEPT_S, _KEPT_TIMES * cost_s)
         return self._statuses
 
     def replica(self, name: str) -> ReplicaStatus | None:
@@ -180,7 +188,8 @@ class Board:
         if seen is None:
             return None
         with self._lock:
-            return status_of(seen, self._history, time.monotonic(), _now_ms())
+            now_s = time.monotonic()
+            return status_of(seen, self._history, now_s, _now_ms(), self._looked_s)
 
     def status(self) -> StreamStatus:
         """The stream as it is now."""
@@ -199,15 +208,46 @@ class Board:
                 full_bytes=self._history.raw_bytes,
             )
 
-    def judge(self, statuses: list[ReplicaStatus], rule: Rule) -> Readiness:
-        """Whether replicas are ready."""
-        if self.looked_s is None:
+    def judge(
+        self,
+        statuses: list[ReplicaStatus],
+        rule: Rule,
+        head_version: int,
+        *,
+        is_one: bool = False,
+    ) -> Readiness:
+        """Whether replicas are ready.
+
+        How far behind they are is known no more once the bucket could not be read for long; and
+        who they are is not known yet after a start.
+
+        Args:
+            statuses: The replicas.
+            rule: When they are.
+            head_version: The newest version, as it was before the replicas were looked at.
+            is_one: Whether a single one is asked for.
+        """
+        looked_s = self.looked_s
+        if looked_s is None:
             return Readiness(False, "the hub has not read the stream yet", 0, len(statuses))
         verdict = judge(statuses, rule)
-        if self._fault is not None:
-            text = f"{verdict.reason}; the stream was last read {self.looked_s:.0f} s ago"
-            return msgspec.structs.replace(verdict, reason=text)
-        return verdict
+        obstacles = []
+        if head_version < rule.published:
+            obstacles.append(f"the hub has not read version {rule.published} yet")
+        settle_s = self._settled_s - time.monotonic()
+        if settle_s > 0 and not is_one:
+            obstacles.append(
+                f"the hub has just started: for {settle_s:.0f} s more it may not know all replicas"
+            )
+        is_blind = rule.max_staleness_steps is not None and looked_s > self._blind_after_s
+        if self._fault is not None or is_blind:
+            text = f"the stream was last read {looked_s:.0f} s ago"
+            verdict = msgspec.structs.replace(verdict, reason=f"{verdict.reason}; {text}")
+        return msgspec.structs.replace(
+            verdict,
+            is_ready=verdict.is_ready and not obstacles and not is_blind,
+            reason="; ".join([verdict.reason, *obstacles]),
+        )
 
     def updates(self, limit: int) -> list[UpdateNote]:
         """The timeline, newest first."""
@@ -228,6 +268,16 @@ class Board:
         latest = self._latest
         head = None if latest is None else latest.note
         return Answer(head=head, interval_s=self._fleet.interval_s())
+
+    def may_be_ahead(self, replica: str) -> bool:
+        """Whether a replica may be at a version that the hub has yet to read."""
+        seen, latest = self._fleet.find(replica), self._latest
+        head_version = 0 if latest is None else latest.note.version
+        return (
+            seen is not None
+            and seen.beat.version > head_version
+            and is_believed(seen, self._looked_s)
+        )
 
     def leave(self, replica: str) -> bool:
         """Forget a replica that left; whether it was known."""

@@ -64,7 +64,7 @@ class Updates(msgspec.Struct, frozen=True):
     updates: list[UpdateNote]
 
 
-class Signal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Signal(msgspec.Struct, frozen=True):
     """That a version was committed: a hint to look."""
 
     lineage: Lineage = ""

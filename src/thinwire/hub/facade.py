@@ -182,7 +182,7 @@ def _shown(board: Board, one: ReplicaStatus, wanted: str, number: int | None) ->
         stage = "pending"
     return LoadedReplica(
         replica_id=beat.replica,
-        readiness=one.state in ("ready", "updating"),
+        readiness=held is not None and one.state in ("ready", "updating"),
         current_snapshot_identity=held,
         loading_state=LoadingState(
             stage=stage,

@@ -88,6 +88,10 @@ class Looker:
         self.head = head
         return Look(False, found, is_jump)
 
+    def repeat(self, look: Look) -> None:
+        """Nobody could be told of a look: the next one begins anew, and tells it as well."""
+        self.head, self._is_other = None, self._is_other or look.is_other
+
     def _begin(self) -> Look:
         self._stream.forget()
         record = self._stream.record()

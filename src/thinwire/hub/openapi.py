@@ -22,12 +22,13 @@ _FAULTS = {
     408: "The body did not come in time.",
     413: "The body is too long.",
     415: "The body is not said to be JSON.",
+    421: "Without tokens: the Host is no name of this machine.",
     422: "A value is not what it should be.",
     429: "A limit is reached.",
     503: "The hub is about to stop.",
 }
 _BODY_FAULTS = (408, 413, 415)
-_OPEN_FAULTS = (400,)
+_OPEN_FAULTS = (400, 421)
 
 
 def describe(operations: Sequence[Operation]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from thinwire.hub.answers import ApiError, answer_nothing
 from thinwire.hub.asking import Parameter
-from thinwire.web import Role, Tokens
+from thinwire.web import Role, Tokens, is_local_host
 
 
 class Reply(Protocol):
@@ -86,6 +86,21 @@ class Guard:
     count: Callable[[str, str, int], None]
     fail: Callable[[str, Exception], None]
 
+    def check_host(self, request: Request) -> None:
+        """Whether a request was meant for here, where no token says so.
+
+        Raises:
+            ApiError: A web page elsewhere may have made a browser send it.
+        """
+        if self.tokens or is_local_host(request.headers.get("host", "")):
+            return
+        raise ApiError(
+            421,
+            "access-denied",
+            "without tokens this hub answers to names of this machine only",
+            "Ask for localhost or 127.0.0.1, or give the hub --tokens",
+        )
+
     def check(self, request: Request, role: Role | None) -> None:
         """Whether a request may do what needs a role.
 
@@ -96,10 +111,11 @@ class Guard:
             return
         roles = self.tokens.roles_of(request.headers.get("authorization", ""))
         if not roles:
+            is_given = "authorization" in request.headers
             raise ApiError(
                 401,
                 "access-denied",
-                "a bearer token is needed, and this is none that is known",
+                "this is no token that is known here" if is_given else "a bearer token is needed",
                 "Send `Authorization: Bearer TOKEN` with a token of the hub's file",
             )
         if role not in roles:
@@ -151,6 +167,7 @@ class _Path:
         await reply(scope, receive, send)
 
     async def _reply(self, request: Request) -> Reply:
+        self._guard.check_host(request)
         if request.method == "OPTIONS":
             return Response(None, 204, headers={"allow": self._allow})
         name = "GET" if request.method == "HEAD" else request.method

@@ -27,7 +27,10 @@ class FleetLimits(NamedTuple):
         replicas: How many, those that are lost for less than ``forget_s`` among them.
         regions: How many regions they may be in.
         updates: How many updates the timeline holds.
-        forget_s: How long one that is lost stays known.
+        forget_s: How long one that is lost stays known, while others of its region are not.
+        forget_region_s: How long the last ones of a region do: it may be cut off, and be missed.
+        settle_s: How long after its start a hub waits before it says that a fleet is ready: by then
+            those have said so that an earlier hub knew.
         interval_s: How long a replica waits between two heartbeats, at least.
     """
 
@@ -35,6 +38,8 @@ class FleetLimits(NamedTuple):
     regions: int = 256
     updates: int = 2_000
     forget_s: float = 3_600.0
+    forget_region_s: float = 86_400.0
+    settle_s: float = 20.0
     interval_s: float = 2.0
 
 
@@ -49,13 +54,15 @@ class Seen:
     Attributes:
         beat: What it said last, without its updates.
         seen_s: When.
-        lost_after_s: How long after that it counts as lost.
+        version_s: Since when it is at that version.
+        lost_after_s: How long after it was last heard of it counts as lost.
         is_lost: Whether it was when somebody last looked.
         told: Which of its updates are in the timeline.
     """
 
     beat: Heartbeat
     seen_s: float
+    version_s: float
     lost_after_s: float
     is_lost: bool = False
     told: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=2 * MAX_UPDATES))
@@ -122,7 +129,7 @@ class Fleet:
         kept = msgspec.structs.replace(beat, updates=[])
         lost_after_s = _MISSED_BEATS * self.interval_s() + _GRACE_S
         if seen is None:
-            seen = self._seen[beat.replica] = Seen(kept, now_s, lost_after_s)
+            seen = self._seen[beat.replica] = Seen(kept, now_s, now_s, lost_after_s)
             self._sorted = None
             self._count_region(beat.region, 1)
             is_changed = True
@@ -131,6 +138,8 @@ class Fleet:
             if seen.beat.region != beat.region:
                 self._count_region(seen.beat.region, -1)
                 self._count_region(beat.region, 1)
+            if (seen.beat.lineage, seen.beat.version) != (beat.lineage, beat.version):
+                seen.version_s = now_s
             seen.beat, seen.seen_s, seen.lost_after_s = kept, now_s, lost_after_s
             seen.is_lost = False
         for update in beat.updates:
@@ -156,9 +165,17 @@ class Fleet:
     def sweep(self, now_s: float) -> int:
         """Forget those that are lost for long; how many are lost, or gone, since the last sweep."""
         changed_count = 0
+        limits = self._limits
+        living = {
+            one.beat.region
+            for one in self._seen.values()
+            if now_s - one.seen_s <= one.lost_after_s and one.beat.kind == "replica"
+        }
         for name, seen in list(self._seen.items()):
             silent_s = now_s - seen.seen_s
-            if silent_s > seen.lost_after_s + self._limits.forget_s:
+            is_alone = seen.beat.kind == "replica" and seen.beat.region not in living
+            forget_s = max(limits.forget_s, limits.forget_region_s if is_alone else 0.0)
+            if silent_s > seen.lost_after_s + forget_s:
                 self.leave(name)
                 changed_count += 1
             elif silent_s > seen.lost_after_s and not seen.is_lost:

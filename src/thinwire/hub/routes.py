@@ -91,10 +91,33 @@ _READY = (
     Parameter(
         name="share",
         kind="number",
-        about="How many of them must be ready.",
+        about="How many of all must be ready.",
         minimum=0,
         maximum=1,
         default=1.0,
+    ),
+    Parameter(
+        name="min_count",
+        kind="integer",
+        about="How many must be ready at least.",
+        minimum=1,
+        maximum=_MAX_VERSION,
+        default=1,
+    ),
+    Parameter(
+        name="published",
+        kind="integer",
+        about="A version that was published: not ready before the hub has read it, or a later one."
+        " How far behind that replicas may be says max_staleness_steps.",
+        minimum=0,
+        maximum=_MAX_VERSION,
+        default=0,
+    ),
+    Parameter(
+        name="lost",
+        kind="string",
+        about="`ignore`: those that are lost do not count; else they are not ready.",
+        pattern="^ignore$",
     ),
 )
 
@@ -320,7 +343,7 @@ class Routes:
             raise ApiError(
                 429, "limit-exceeded", str(error), "Run another hub for some of them"
             ) from None
-        if beat.version > (0 if answer.head is None else answer.head.version):
+        if board.may_be_ahead(beat.replica):
             self._wake(board.name, 0.0)
         return answer_json(answer)
 
@@ -348,7 +371,16 @@ class Routes:
         rule = self._rule
         if asked["max_staleness_steps"] is not None:
             rule = rule._replace(max_staleness_steps=asked["max_staleness_steps"])
-        rule = rule._replace(share=asked["share"])
+        rule = rule._replace(
+            share=asked["share"],
+            min_count=asked["min_count"],
+            published=asked["published"],
+            ignores_lost=asked["lost"] is not None,
+        )
+        # Before the replicas are looked at: what they are measured against is no older.
+        head_version = 0 if board.latest is None else board.latest.note.version
+        if rule.published > head_version:
+            self._wake(board.name, _CLOSE_S)
         if asked["replica"] is not None:
             one = board.replica(asked["replica"])
             if one is None:
@@ -358,7 +390,7 @@ class Routes:
             statuses = board.statuses()
         if asked["region"] is not None:
             statuses = [one for one in statuses if one.beat.region == asked["region"]]
-        verdict = board.judge(statuses, rule)
+        verdict = board.judge(statuses, rule, head_version, is_one=asked["replica"] is not None)
         return answer_json(verdict, 200 if verdict.is_ready else 503)
 
     async def _updates(self, request: Request) -> Reply:

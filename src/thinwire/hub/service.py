@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -33,6 +34,8 @@ MAX_HISTORY = 10_000
 # What fails for longer is asked again at the next look, and told meanwhile.
 LOOK_RETRY_S = 5.0
 _READERS = 8
+# How long the looks that run have, all together, when the hub ends.
+_END_S = 10.0
 
 
 class HubLimits(NamedTuple):
@@ -105,6 +108,7 @@ class Hub:
             board = self._boards[name] = Board(
                 name,
                 stream,
+                poll_s=poll_s,
                 history_count=history_count,
                 listener_limit=limits.listeners,
                 fleet_limits=limits.fleet,
@@ -140,8 +144,9 @@ class Hub:
         self.let_go()
         for watcher in self._watchers.values():
             watcher.stop()
+        end_s = time.monotonic() + _END_S
         for watcher in self._watchers.values():
-            watcher.join()
+            watcher.join(max(0.0, end_s - time.monotonic()))
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _make_app(self, tokens: Tokens, rule: Rule) -> Starlette:

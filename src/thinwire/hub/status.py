@@ -14,6 +14,9 @@ from thinwire.report.messages import Counts, RegionStatus, ReplicaStatus
 
 _N = TypeVar("_N", int, float)
 _SERVING = ("ready", "updating")
+# A replica may be faster than the hub. What the hub did not find so much later is none of the
+# stream's: that was set back, or is another one.
+_AHEAD_S = 5.0
 
 
 class Rule(NamedTuple):
@@ -21,14 +24,33 @@ class Rule(NamedTuple):
 
     Attributes:
         max_staleness_steps: How far behind one may be; None: any distance.
-        share: How many of all that are not lost, from 0 to 1.
+        share: How many of all, from 0 to 1.
+        min_count: How many at least.
+        published: The version that the hub must have read by now: what they are behind counts from
+            there or later.
+        ignores_lost: Whether those that are lost are none of them; else they are not ready.
     """
 
     max_staleness_steps: int | None = None
     share: float = 1.0
+    min_count: int = 1
+    published: int = 0
+    ignores_lost: bool = False
 
 
-def status_of(seen: Seen, history: History, now_s: float, now_ms: int) -> ReplicaStatus:
+def is_believed(seen: Seen, looked_s: float | None) -> bool:
+    """Whether a replica may still be at a version that the hub has yet to read.
+
+    Args:
+        seen: What it said.
+        looked_s: When the stream was last read, by the clock of ``seen``; None: never.
+    """
+    return looked_s is None or looked_s < seen.version_s + _AHEAD_S
+
+
+def status_of(
+    seen: Seen, history: History, now_s: float, now_ms: int, looked_s: float | None = None
+) -> ReplicaStatus:
     """A replica as it is now.
 
     Args:
@@ -36,11 +58,14 @@ def status_of(seen: Seen, history: History, now_s: float, now_ms: int) -> Replic
         history: What there is.
         now_s: The time by the clock of ``seen``.
         now_ms: The time by the publisher's kind of clock.
+        looked_s: When the stream was last read, by the clock of ``seen``.
     """
     beat = seen.beat
     staleness = UNKNOWN
     if beat.kind == "replica":
-        staleness = history.staleness(beat.lineage, beat.version, beat.step, now_ms)
+        head = history.head
+        if head is None or beat.version <= head.version or is_believed(seen, looked_s):
+            staleness = history.staleness(beat.lineage, beat.version, beat.step, now_ms)
     return ReplicaStatus(
         beat=beat,
         state=seen.state(now_s),
@@ -76,7 +101,10 @@ def _region(region: str, members: Sequence[ReplicaStatus]) -> RegionStatus:
         staleness_steps_p95=quantile(steps, 0.95),
         staleness_steps_max=quantile(steps, 1),
         staleness_s_max=quantile(seconds, 1),
-        fetched_bytes=sum(one.beat.fetched_bytes for one in members),
+        # What a relay gave crossed no border: its own bytes are among these.
+        fetched_bytes=sum(
+            max(0, one.beat.fetched_bytes - one.beat.relayed_bytes) for one in members
+        ),
         served_bytes=sum(one.beat.served_bytes for one in members),
     )
 
@@ -94,18 +122,25 @@ def quantile(values: Sequence[_N], share: float) -> _N | None:
 
 
 def judge(statuses: Iterable[ReplicaStatus], rule: Rule) -> Readiness:
-    """Whether enough replicas keep to a rule. Relays do not count, nor do the lost."""
+    """Whether enough replicas keep to a rule. Relays do not count.
+
+    Of those that are lost nobody knows what they serve: they do not keep to it.
+    """
     replicas = [one for one in statuses if one.beat.kind == "replica"]
     here = [one for one in replicas if one.state != "lost"]
+    lost_count = len(replicas) - len(here)
+    count = len(here) if rule.ignores_lost else len(replicas)
     ready_count = sum(_keeps(one, rule) for one in here)
-    needed = _share_of(len(here), rule.share)
-    text = f"{ready_count} of {len(here)} replicas are ready"
+    needed = max(_share_of(count, rule.share), rule.min_count)
+    text = f"{ready_count} of {count} replicas are ready" if count else "no replica is known here"
     if rule.max_staleness_steps is not None:
-        text += f" and at most {rule.max_staleness_steps} steps behind"
+        text += (
+            f"{' and' if count else ', let alone'} at most {rule.max_staleness_steps} steps behind"
+        )
     text += f"; {needed} must be"
-    if lost_count := len(replicas) - len(here):
-        text += f"; {lost_count} more are lost, and do not count"
-    return Readiness(ready_count >= needed, text, ready_count, len(here))
+    if lost_count:
+        text += f"; {lost_count} more are lost" if rule.ignores_lost else f"; {lost_count} are lost"
+    return Readiness(ready_count >= needed, text, ready_count, count)
 
 
 def _share_of(count: int, share: float) -> int:
@@ -114,8 +149,7 @@ def _share_of(count: int, share: float) -> int:
 
 
 def _keeps(one: ReplicaStatus, rule: Rule) -> bool:
-    if one.state not in _SERVING:
+    if one.state not in _SERVING or one.staleness_steps is None:
+        # Ready, but with what the stream does not have: any distance is not none that is known.
         return False
-    if rule.max_staleness_steps is None:
-        return True
-    return one.staleness_steps is not None and one.staleness_steps <= rule.max_staleness_steps
+    return rule.max_staleness_steps is None or one.staleness_steps <= rule.max_staleness_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from typing import NamedTuple
 
-from thinwire.report.messages import VersionNote
+from thinwire.report.messages import MAX_COUNT, VersionNote
 from thinwire.stream.records import Manifest
 
 MAX_IDENTITY_CHARS = 128
@@ -16,7 +16,7 @@ class Staleness(NamedTuple):
 
     Attributes:
         steps: The head's step less its own; versions, where a step is missing or no smaller, or
-            the lineages differ. None: the stream does not have it.
+            the lineages differ. None: the stream does not have it, as far as the history goes.
         seconds: Since the version after it was published, by the publisher's clock.
     """
 
@@ -31,10 +31,13 @@ def note_of(manifest: Manifest) -> VersionNote:
     """What is told of a version."""
     identity = manifest.metadata.get("identity", "")
     is_usable = isinstance(identity, str) and len(identity) <= MAX_IDENTITY_CHARS
+    # A trainer may call its steps by nanoseconds; JavaScript's numbers do not hold those, nor may
+    # heartbeats.
+    has_step = manifest.step is not None and abs(manifest.step) <= MAX_COUNT
     return VersionNote(
         lineage=manifest.lineage,
         version=manifest.version,
-        step=manifest.step,
+        step=manifest.step if has_step else None,
         kind=manifest.kind,
         created_ms=manifest.created_ms,
         payload_bytes=manifest.payload_bytes,
@@ -139,12 +142,15 @@ class History:
         if version >= head.version:
             # A replica may be faster than the hub; but only on the lineage that goes on.
             return Staleness(0, 0.0) if lineage == head.lineage else UNKNOWN
-        known = self._notes.get(version)
-        if known is not None:
-            if known.lineage != lineage:
-                return UNKNOWN
-            step = known.step
-        following = self._notes[self._numbers[bisect_right(self._numbers, version)]]
+        place = bisect_right(self._numbers, version)
+        following = self._notes[self._numbers[place]]
+        before = self._notes[self._numbers[place - 1]] if place else following
+        # The numbers of a lineage follow each other: in a hole are those of the versions around it.
+        around = (before,) if before.version == version else (before, following)
+        if all(lineage != one.lineage for one in around):
+            return UNKNOWN
+        if before.version == version:
+            step = before.step
         steps = head.version - version
         if lineage == head.lineage and step is not None and head.step is not None:
             # A step that was published twice, or again after a restart, says nothing.

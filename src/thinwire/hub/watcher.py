@@ -24,6 +24,7 @@ _CLOSE_POLL_S = 0.1
 # How often to make sure that it still is the same stream.
 _DOUBT_EVERY_S = 30.0
 _FILL_AGAIN_S = 10.0
+_MAX_FILL_AGAIN_S = 600.0
 
 
 class Told(Protocol):
@@ -67,6 +68,8 @@ class Watcher:
         self._fill_number = 0
         self._unfilled: Manifest | None = None  # before which the history has a hole
         self._fill_at_s = 0.0
+        self._fill_pause_s = _FILL_AGAIN_S
+        self._fill_fault = ""
         self._fill_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="thinwire-hub-watch", daemon=True)
 
@@ -96,7 +99,7 @@ class Watcher:
             self._woken.clear()
             began_s = time.monotonic()
             try:
-                self._succeed(self._looker.look(doubts=began_s >= doubt_s))
+                self._look(began_s >= doubt_s)
             except ThinwireError as error:
                 failure_count, is_missing = failure_count + 1, isinstance(error, NotFound)
                 self._fail(error)
@@ -124,10 +127,20 @@ class Watcher:
         if left_s > 0 and not self._is_stopped:
             time.sleep(left_s)
 
+    def _look(self, doubts: bool) -> None:
+        look = self._looker.look(doubts=doubts)
+        try:
+            self._succeed(look)
+        except Exception:
+            self._looker.repeat(look)
+            raise
+
     def _succeed(self, look: Look) -> None:
         if self._fault_code and self._logger is not None:
             self._logger.info("the stream can be read again", url=self._stream.url)
         self._fault_code = ""
+        if look.is_other and self._logger is not None:
+            self._logger.warning("the stream was replaced, or set back", url=self._stream.url)
         is_broken = look.is_jump or look.is_other
         if is_broken:
             with self._fill_lock:
@@ -138,9 +151,10 @@ class Watcher:
             self._close_until_s = 0.0
         if is_broken:
             self._unfilled = look.found[-1] if look.found else None
-            self._fill_at_s = 0.0
+            self._fill_at_s, self._fill_pause_s = 0.0, _FILL_AGAIN_S
         if self._unfilled is not None and time.monotonic() >= self._fill_at_s:
-            self._fill_at_s = time.monotonic() + _FILL_AGAIN_S
+            self._fill_at_s = time.monotonic() + self._fill_pause_s
+            self._fill_pause_s = min(2 * self._fill_pause_s, _MAX_FILL_AGAIN_S)
             head, self._unfilled = self._unfilled, None
             self._fill(head, self._fill_number)
 
@@ -163,17 +177,21 @@ class Watcher:
         def wants() -> bool:
             return self._fill_number == number and not self._is_stopped
 
+        at = head
         try:
             for found in versions_before(self._stream, head, self._pool, wants):
                 with self._fill_lock:
                     if not wants() or not self._told.fill(note_of(found)):
                         return
+                at = found
         except Exception as error:
-            # The head is known, and that is what counts; older ones are read again later.
+            # The head is known, and that is what counts; older ones are read later, from here on,
+            # and more and more seldom: what is missing or malformed may stay so.
             with self._fill_lock:
                 if wants():
-                    self._unfilled = head
-            if self._logger is not None and wants():
+                    self._unfilled = at
+            is_told, self._fill_fault = self._fill_fault == str(error), str(error)
+            if self._logger is not None and wants() and not is_told:
                 self._logger.warning(
                     "the history cannot be read", url=self._stream.url, error=str(error)
                 )

@@ -39,6 +39,7 @@ class Sender:
     ) -> None:
         self._address = address
         self._channel = Channel(address, is_closed)
+        self._stream = stream
         self._route = f"/v1/streams/{quote(stream, safe='')}"
         self._notices = Notices("heartbeats", url)
         self._timeout_s = timeout_s
@@ -67,7 +68,7 @@ class Sender:
             timeout_s=self._timeout_s,
         )
         if status != 200:
-            raise HubFault(refusal_of(status), status)
+            raise HubFault(refusal_of(status, self._stream), status)
         return parse_answer(data)
 
     def close(self, last: Heartbeat | None, replica: str, *, is_there: bool) -> None:
@@ -97,12 +98,20 @@ class Sender:
             channel.close()
 
 
-def refusal_of(status: int) -> str:
-    """What a status that is no success means, in our own words."""
-    if status in (401, 403):
-        return f"it does not accept the token (status {status})"
+def refusal_of(status: int, stream: str, role: str = "follow") -> str:
+    """What a status that is no success means, in our own words.
+
+    Args:
+        status: The status.
+        stream: What the stream was called.
+        role: What the token must be for.
+    """
+    if status == 401:
+        return "it does not accept the token (status 401): none was given, or it knows another"
+    if status == 403:
+        return f"it does not accept the token (status 403): it takes one of the role {role}"
     if status == 404:
-        return "it does not know the stream (status 404)"
+        return f"it does not know the stream {stream!r} (status 404)"
     return f"it answers with status {status}"
 
 

@@ -6,6 +6,7 @@ wake-ups: versions come from the stream alone, and are looked for by polling as 
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -25,8 +26,11 @@ from thinwire.report.state import News, Now, ReplicaState
 from thinwire.stream.events import Applied, CaughtUp, Event
 from thinwire.stream.version import Version
 
-# How often an engine's readiness is looked at: it is no event.
+_LOG = logging.getLogger("thinwire")
+# How often the readiness of what serves is looked at: it is no event.
 _READY_S = 0.5
+# Whether a follower relies on the hub changes no more often: each change wakes it.
+_RELY_AGAIN_S = 1.0
 # How long the end waits for a thread; it ends with the process at the latest.
 _END_S = 3.0
 
@@ -56,6 +60,15 @@ class Driving(Protocol):
     @property
     def is_ready(self) -> bool:
         """Whether the engine serves one whole version. From any thread."""
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """What serves what it follows, and may have to stop for a while."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it serves one whole version. From any thread."""
 
 
 class HubClient:
@@ -104,8 +117,10 @@ class HubClient:
         self._calls = Calls()
         self._pace = Pace()
         self._following: Following | None = None
-        self._driving: Driving | None = None
+        self._serving: Serving | None = None
         self._is_relied_on = False
+        self._was_reported = False
+        self._relied_s = -_RELY_AGAIN_S
         self._is_there = True
         self._last: Heartbeat | None = None
 
@@ -113,6 +128,9 @@ class HubClient:
         """Take note of an event."""
         now = _now()
         with self._changed:
+            if not self._was_reported and isinstance(event, CaughtUp):
+                self._was_reported = True
+                _LOG.warning("the hub %s hears nothing: call HubClient.reporting", self._url)
             news = self._state.take(event, now)
             if news is News.CHANGE:
                 self._pace.changed(now.s)
@@ -133,17 +151,20 @@ class HubClient:
         Where the block ends by an error of thinwire's, the hub is told so; else that it left.
         """
         driving = replica if isinstance(replica, Driving) else None
+        serving = replica if isinstance(replica, Serving) else None
         following = replica if isinstance(replica, Following) else replica.follower
         held = following.version()
         is_closed = threading.Event()
         with self._changed:
+            self._was_reported = True
             self._calls, self._pace = Calls(), Pace()
             self._is_relied_on, self._is_there, self._last = False, True, None
-            self._following, self._driving = following, driving
+            self._following, self._serving = following, serving
             self._state.begin(
                 Place() if held is None else Place(held.lineage, held.version),
                 None if held is None else held.step,
                 is_driven=driving is not None,
+                is_asked=serving is not None,
             )
             self._calls.held(self._state.held)
         listening = Listening(
@@ -205,16 +226,20 @@ class HubClient:
         with self._changed:
             while not is_closed.is_set():
                 now = _now()
-                driving = self._driving
-                if driving is not None and self._state.note_ready(driving.is_ready):
+                serving = self._serving
+                if serving is not None and self._state.note_ready(serving.is_ready):
                     self._pace.changed(now.s)
                 self._call()
                 wait_s = self._pace.due_s(jitter) - now.s
                 if wait_s <= 0:
                     self._pace.sending(now.s)
+                    # Of what reads through a relay.
+                    self._state.relayed_bytes = getattr(self._following, "relayed_bytes", 0)
                     return self._state.beat(now)
-                if driving is not None:
+                if serving is not None:
                     wait_s = min(wait_s, _READY_S)
+                if self._is_relied_on != self._calls.is_relied_on:
+                    wait_s = min(wait_s, _RELY_AGAIN_S)
                 ring_s = self._calls.ring_s(now.s)
                 if ring_s is not None:
                     wait_s = min(wait_s, ring_s)
@@ -231,7 +256,7 @@ class HubClient:
             self._calls.connected(is_connected)
             if is_connected:
                 # A hub that was started again knows nothing of us.
-                self._pace.returned()
+                self._pace.returned(time.monotonic())
                 self._changed.notify_all()
             self._call()
 
@@ -240,10 +265,13 @@ class HubClient:
         following = self._following
         if following is None:
             return
-        if self._is_relied_on != self._calls.is_relied_on:
-            self._is_relied_on = self._calls.is_relied_on
-            following.expect_wakes(self._is_relied_on)
         now_s = time.monotonic()
+        is_relied_on = self._calls.is_relied_on
+        # To look often again is always allowed at once.
+        may_change = not is_relied_on or now_s >= self._relied_s + _RELY_AGAIN_S
+        if self._is_relied_on != is_relied_on and may_change:
+            self._is_relied_on, self._relied_s = is_relied_on, now_s
+            following.expect_wakes(is_relied_on)
         if self._calls.ring_s(now_s) == 0:
             self._calls.rang(now_s)
             following.wake()

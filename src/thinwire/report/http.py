@@ -6,18 +6,17 @@ proxy variables are not read: the token goes to the hub and nowhere else.
 
 from __future__ import annotations
 
-import io
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPResponse
-from typing import Any, NamedTuple
+from http.client import HTTPConnection, HTTPException, HTTPResponse, IncompleteRead
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from thinwire.errors import InvalidArgument
+from thinwire.store.lines import Line, TooMuchSent
 
 _CONNECT_S = 5.0
 # How long closing waits for a read at most.
@@ -185,6 +184,9 @@ class Channel:
         except TimeoutError as error:
             self.close()
             raise HubFault("it does not answer in time") from error
+        except TooMuchSent as error:
+            self.close()
+            raise HubFault("it sends more than any answer has") from error
         except (OSError, HTTPException, ValueError) as error:
             self.close()
             raise HubFault(_reason(error)) from error
@@ -203,14 +205,14 @@ class _Connection(HTTPConnection):
         super().__init__(address.host, address.port or self.default_port)
         self._tls = tls
         self._is_closed = is_closed
-        self._line: _Line | None = None
+        self._line: Line | None = None
         self._timeout_s = _CONNECT_S
 
     def give_s(self, timeout_s: float) -> None:
         """Give it so long from now on, and as many bytes as one answer may have."""
         self._timeout_s = timeout_s
         if self._line is not None:
-            self._line.give(timeout_s)
+            self._line.give(timeout_s, _MAX_RECEIVED_BYTES)
 
     def shut(self) -> None:
         """Close the socket."""
@@ -220,8 +222,7 @@ class _Connection(HTTPConnection):
 
     def connect(self) -> None:
         """Connect; called by http.client."""
-        if self._is_closed.is_set():
-            raise Closed
+        self._check()
         if self._line is not None:
             self._line.shut()
         limit_s = min(_CONNECT_S, self._timeout_s)
@@ -234,83 +235,22 @@ class _Connection(HTTPConnection):
         except BaseException:
             plain.close()
             raise
-        self._line = _Line(found, self._is_closed)
-        self._line.give(self._timeout_s)
+        self._line = Line(found, slice_s=_SLICE_S, check=self._check)
+        self._line.give(self._timeout_s, _MAX_RECEIVED_BYTES)
         self.sock = self._line
 
-
-class _Line:
-    """What http.client needs of a socket: each read ends at the deadline, or once it is closed."""
-
-    def __init__(self, found: socket.socket, is_closed: threading.Event) -> None:
-        self._socket = found
-        self._is_closed = is_closed
-        self._deadline_s = 0.0
-        self._left_bytes = 0
-
-    def give(self, timeout_s: float) -> None:
-        """Let it take so long, and one answer's bytes, from now on."""
-        self._deadline_s = time.monotonic() + timeout_s
-        self._left_bytes = _MAX_RECEIVED_BYTES
-
-    def sendall(self, data: Any) -> None:
-        """Send it all."""
-        self._socket.settimeout(max(_SLICE_S, self._deadline_s - time.monotonic()))
-        self._socket.sendall(data)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        """A reader of what comes."""
-        return io.BufferedReader(_Reader(self))
-
-    def close(self) -> None:
-        """Nothing yet: http.client closes before it reads an answer that ends with the line."""
-
-    def shut(self) -> None:
-        """Close it."""
-        self._socket.close()
-
-    def read_into(self, buffer: Any) -> int:
-        """Wait for bytes.
-
-        Raises:
-            TimeoutError: None came before the deadline.
-            HubFault: More came than any answer has.
-            Closed: It was asked to end.
-        """
-        if self._left_bytes <= 0:
-            raise HubFault("it sends more than any answer has")
-        while True:
-            if self._is_closed.is_set():
-                raise Closed
-            left_s = self._deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            self._socket.settimeout(min(left_s, _SLICE_S))
-            try:
-                size_bytes = self._socket.recv_into(buffer)
-            except TimeoutError:
-                continue
-            self._left_bytes -= size_bytes
-            return size_bytes
-
-
-class _Reader(io.RawIOBase):
-    def __init__(self, line: _Line) -> None:
-        self._line = line
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._line.read_into(buffer)
+    def _check(self) -> None:
+        if self._is_closed.is_set():
+            raise Closed
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {error.verify_message}"
+        reason = f"its certificate is not trusted: {error.verify_message}"
+        return f"{reason} (SSL_CERT_FILE names a file of authorities)"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if isinstance(error, ConnectionError):
+    if isinstance(error, ConnectionError | IncompleteRead):
         return "the connection broke"
     return "its answer is not HTTP"
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import quote, urlencode
 
+from thinwire.report.beating import refusal_of
 from thinwire.report.calls import Place
 from thinwire.report.event_lines import EventLines
 from thinwire.report.heads import parse_head
@@ -51,6 +52,7 @@ class Listening:
         on_connected: Callable[[bool], None],
     ) -> None:
         self._channel = Channel(address, is_closed)
+        self._stream = stream
         self._route = f"/v1/streams/{quote(stream, safe='')}"
         self._notices = Notices("wake-ups", url)
         self._is_closed = is_closed
@@ -73,7 +75,9 @@ class Listening:
                 else:
                     self._follow_events()
             except HubFault as fault:
-                self._notices.wrong(str(fault))
+                is_refused = fault.status in (401, 403, 404)
+                reason = refusal_of(fault.status, self._stream) if is_refused else str(fault)
+                self._notices.wrong(reason)
                 # Proxies hold events back, and a hub may have none. Where polls fail, neither does.
                 does_poll = not does_poll and not self._is_heard and fault.status not in (401, 403)
             except Closed:
@@ -119,7 +123,7 @@ class Listening:
                 self._hear(True)
                 is_new = time.monotonic() - asked_s >= _POLL_S / 2
             else:
-                raise HubFault(f"it answers with status {status}", status)
+                raise HubFault(refusal_of(status, self._stream), status)
             if not is_new:
                 raise HubFault("it answers at once with nothing new")
             if self._is_closed.wait(_POLL_GAP_S):

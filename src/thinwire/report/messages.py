@@ -1,7 +1,7 @@
 """What replicas, the hub and whoever watches tell each other, as JSON.
 
-Every text and list has a limit: both sides decode what a stranger may have sent. Times are unix
-milliseconds.
+Every text and list has a limit: both sides decode what a stranger may have sent. A newer replica
+may say more than a hub knows, which passes over it. Times are unix milliseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Phase = Literal["idle", "fetch", "apply", "update", "prove"]
 Kind = Literal["replica", "relay"]
 
 
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Fault(msgspec.Struct, frozen=True):
     """The last error: its code, what it says, and when (by the replica's clock)."""
 
     code: Code
@@ -46,7 +46,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_ms: Count
 
 
-class UpdateNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class UpdateNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """An update that a replica finished, or did not.
 
     Attributes:
@@ -72,7 +72,7 @@ class UpdateNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     region: OptionalName = ""
 
 
-class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a replica says of itself, every few seconds and whenever something changes.
 
     Attributes:
@@ -90,6 +90,7 @@ class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         total_bytes: ... of what; 0: not known.
         phase_s: For how long.
         fetched_bytes: What crossed its network since it started.
+        relayed_bytes: What of it a relay gave.
         cached_bytes: What it had, or a cache near it.
         served_bytes: A relay: what it gave to others.
         update_count: Updates since it started.
@@ -113,6 +114,7 @@ class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     total_bytes: Count = 0
     phase_s: Seconds = 0.0
     fetched_bytes: Count = 0
+    relayed_bytes: Count = 0
     cached_bytes: Count = 0
     served_bytes: Count = 0
     update_count: Count = 0
@@ -128,7 +130,7 @@ class VersionNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         lineage: Its lineage.
         version: Its number.
-        step: The trainer's step.
+        step: The trainer's step; None: it has none, or one beyond what JavaScript holds.
         kind: "anchor", "reference" or "delta".
         created_ms: When, by the publisher's clock.
         payload_bytes: Of its shards or files.
@@ -204,7 +206,8 @@ class RegionStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         staleness_steps_p95: The same.
         staleness_steps_max: The same.
         staleness_s_max: The same.
-        fetched_bytes: What its replicas and relays took from outside since they started.
+        fetched_bytes: What its replicas and relays took from outside since they started; what
+            replicas took from relays is not among it.
         served_bytes: What its relays gave.
     """
 

@@ -14,7 +14,6 @@ from thinwire.errors import InvalidArgument
 from thinwire.report.messages import NAME_PATTERN
 
 _NAME = re.compile(NAME_PATTERN)
-_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._:-]{0,63})=(.+)", re.DOTALL)
 _MAX_CHARS = 64
 _DIGEST_BYTES = 4
 
@@ -60,8 +59,15 @@ def named_streams(given: Sequence[str]) -> dict[str, str]:
     """
     urls: dict[str, str] = {}
     for text in given:
-        found = _NAMED.fullmatch(text)
-        name, url = (found[1], found[2]) if found else (stream_name(text), text)
+        name, is_named, url = text.partition("=")
+        # A path may have the sign, too.
+        if not is_named or "/" in name:
+            name, url = stream_name(text), text
+        check_name(f"the stream's name in {text[:80]!r}", name)
+        if not url:
+            raise InvalidArgument(
+                f"no URL comes after {text[:80]!r}", hint="Write NAME=URL, or the URL alone"
+            )
         if name in urls:
             raise InvalidArgument(
                 f"two streams are called {name!r}", hint="Give one of them another: NAME=URL"

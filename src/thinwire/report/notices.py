@@ -17,10 +17,12 @@ class Notices:
     Args:
         what: That thing, as in "heartbeats".
         url: The hub.
+        work: What goes on without.
     """
 
-    def __init__(self, what: str, url: str) -> None:
+    def __init__(self, what: str, url: str, work: str = "following") -> None:
         self._what = what
+        self._work = work
         self._url = url
         self._told_s: dict[str, float] = {}
         self._is_wrong = False
@@ -36,7 +38,11 @@ class Notices:
         self._told_s[reason] = now_s
         self._is_wrong = True
         _LOG.warning(
-            "the hub %s: %s fail: %s; following goes on without", self._url, self._what, reason
+            "the hub %s: %s fail: %s; %s goes on without",
+            self._url,
+            self._what,
+            reason,
+            self._work,
         )
 
     def right(self) -> None:

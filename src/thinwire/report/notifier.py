@@ -45,8 +45,9 @@ class HubNotifier:
     def __init__(self, url: str, stream: str, *, token: str = "", timeout_s: float = 5.0) -> None:
         self._address = Address.of(url, token)
         check_name("the stream's name at the hub", stream)
+        self._stream = stream
         self._route = f"/v1/streams/{quote(stream, safe='')}/signal"
-        self._notices = Notices("signals", url)
+        self._notices = Notices("signals", url, "publishing")
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._place: Place | None = None  # what the hub is still to be told
@@ -131,4 +132,4 @@ class HubNotifier:
         body = msgspec.json.encode(place._asdict())
         status, _ = channel.ask("POST", self._route, body=body, timeout_s=self._timeout_s)
         if status not in (200, 202, 204):
-            raise HubFault(refusal_of(status), status)
+            raise HubFault(refusal_of(status, self._stream, "publish"), status)

@@ -61,11 +61,12 @@ class Pace:
         """It did not arrive."""
         self._failure_count += 1
 
-    def returned(self) -> None:
-        """The hub is there: what failed before is due now."""
+    def returned(self, now_s: float) -> None:
+        """The hub is there, again or for the first time; it may know nothing of us."""
         if self._failure_count:
             self._failure_count = 0
             self._sent_s = None
+        self.changed(now_s)
 
     def due_s(self, jitter: float) -> float:
         """When the next one is due; ``jitter`` from 0 to 1 spreads those of many replicas."""

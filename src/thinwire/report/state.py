@@ -61,13 +61,17 @@ class ReplicaState:
         region: Where it is.
         engine: What holds the weights.
         now: The time of its start.
+
+    Attributes:
+        held: What the sink holds.
+        relayed_bytes: What a relay gave since the start; whoever knows sets it.
     """
 
     def __init__(self, replica: str, *, region: str, engine: str, now: Now) -> None:
         self._replica = replica
         self._region = region
         self._engine = engine
-        self._is_driven = False
+        self._is_driven = self._is_asked = False
         # Those that a look at the stream does not end.
         self._engines_phases: tuple[Phase, ...] = ()
         self._started_ms = now.ms
@@ -76,11 +80,11 @@ class ReplicaState:
         self._served = Place()
         # The newest version at the first look: whoever joins is not ready before.
         self._goal: Place | None = None
-        self._is_engine_ready = False
+        self._may_serve = False
         self._doing: Progressed | None = None
         self._since_s = now.s
         self._fetched: dict[Place, Fetched] = {}
-        self._fetched_bytes = 0
+        self._fetched_bytes = self.relayed_bytes = 0
         self._cached_bytes = 0
         self._update_count = 0
         self._pause_s = 0.0
@@ -92,16 +96,20 @@ class ReplicaState:
         self._failed: tuple[Place, str] | None = None
         self._updates: deque[UpdateNote] = deque(maxlen=MAX_UPDATES)
 
-    def begin(self, held: Place, step: int | None, *, is_driven: bool) -> None:
+    def begin(
+        self, held: Place, step: int | None, *, is_driven: bool, is_asked: bool = False
+    ) -> None:
         """Begin with what the sink holds from before.
 
         Args:
             held: That version.
             step: Its step.
             is_driven: Whether an engine serves the weights, and the sink only feeds it.
+            is_asked: Whether what serves them says itself if it may be sent requests, as an engine
+                always does; see :meth:`note_ready`.
         """
         self.held = held
-        self._is_driven = is_driven
+        self._is_driven, self._is_asked = is_driven, is_driven or is_asked
         self._engines_phases = ("update", "prove") if is_driven else ()
         self._phases, self._way_bytes, self._doing, self._goal = {}, 0, None, None
         self._served, self._step = (Place(), None) if is_driven else (held, step)
@@ -143,12 +151,12 @@ class ReplicaState:
         self._note_fault(code, reason, now)
         self._goal = self._doing = None
 
-    def note_ready(self, is_engine_ready: bool) -> bool:
-        """Note whether the engine may be sent requests; returns whether that is new."""
-        if is_engine_ready == self._is_engine_ready:
+    def note_ready(self, may_serve: bool) -> bool:
+        """Note whether what serves may be sent requests; returns whether that is new."""
+        if may_serve == self._may_serve:
             return False
-        self._is_engine_ready = is_engine_ready
-        if is_engine_ready:
+        self._may_serve = may_serve
+        if may_serve and self._is_driven:
             self._fault = None
         return True
 
@@ -159,7 +167,7 @@ class ReplicaState:
         if goal is None or not served.version:
             return False
         is_there = served.lineage != goal.lineage or served.version >= goal.version
-        return is_there and (self._is_engine_ready or not self._is_driven)
+        return is_there and (self._may_serve or not self._is_asked)
 
     def beat(self, now: Now) -> Heartbeat:
         """What to say now."""
@@ -170,7 +178,8 @@ class ReplicaState:
             engine=self._engine,
             lineage=self._served.lineage,
             version=self._served.version,
-            step=self._step,
+            # A step that is a time in nanoseconds fits into no message.
+            step=None if self._step is None or abs(self._step) > MAX_COUNT else self._step,
             is_ready=self.is_ready,
             phase="idle" if doing is None else doing.phase,
             target=0 if doing is None else doing.version,
@@ -178,6 +187,7 @@ class ReplicaState:
             total_bytes=0 if doing is None else _count(doing.total_bytes),
             phase_s=0.0 if doing is None else _seconds(now.s - self._since_s),
             fetched_bytes=_count(self._fetched_bytes),
+            relayed_bytes=_count(min(self.relayed_bytes, self._fetched_bytes)),
             cached_bytes=_count(self._cached_bytes),
             update_count=_count(self._update_count),
             started_ms=_count(self._started_ms),

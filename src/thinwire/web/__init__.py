@@ -3,7 +3,7 @@
 Needs starlette and uvicorn.
 """
 
-from thinwire.web.exposure import check_exposure, is_loopback
+from thinwire.web.exposure import check_exposure, is_local_host, is_loopback
 from thinwire.web.listener import Limits, Listener, Tls
 from thinwire.web.tokens import Role, Tokens, read_token
 
@@ -14,6 +14,7 @@ __all__ = [
     "Tls",
     "Tokens",
     "check_exposure",
+    "is_local_host",
     "is_loopback",
     "read_token",
 ]

@@ -26,6 +26,22 @@ def check_exposure(host: str, has_tokens: bool, *, option: str = "--token-file")
     )
 
 
+def is_local_host(header: str) -> bool:
+    """Whether a request's Host header names this machine as only this machine does.
+
+    What listens on loopback without tokens asks this: a web page may have the browser send
+    requests here under its own name (DNS rebinding), and read what is answered. No browser leaves
+    the header out.
+
+    Args:
+        header: Its value; empty: there is none.
+    """
+    if not header:
+        return True
+    name = header.rpartition("]")[0].lstrip("[") if header[:1] == "[" else header.partition(":")[0]
+    return is_loopback(name.rstrip(".").lower())
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address."""
     try:

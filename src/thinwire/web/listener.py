@@ -155,7 +155,7 @@ def _telling(app: Any) -> Any:
         except (ClientDisconnect, h11.LocalProtocolError):
             raise  # its client went, or sent rubbish and has its answer
         except Exception:
-            _LOG.exception("%s %s failed", scope.get("method"), str(scope.get("path"))[:200])
+            _LOG.exception("%s %.200r failed", scope.get("method"), scope.get("path"))
             raise
 
     return told

@@ -6,10 +6,10 @@ import threading
 import time
 from typing import Any
 
-from thinwire.errors import Deadline, NotFound, ThinwireError
+from thinwire.errors import BaseMismatch, Deadline, NotFound, ThinwireError
 from thinwire.follow import Follower
 from thinwire.follow.wakes import Wakes
-from thinwire.stream.events import Applied, Event
+from thinwire.stream.events import Applied, Event, Observer, Observers, Refused
 from thinwire.stream.polling import MAX_WAIT_S
 from thinwire.stream.version import Version
 from thinwire.torch import TorchSink
@@ -65,6 +65,7 @@ class Following:
         poll_s: The time between two looks.
         proves: Whether the weights are compared with their digests after each update.
         logger: structlog's.
+        observer: Told of each failure.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Following:
         poll_s: float,
         proves: bool,
         logger: Any,
+        observer: Observer | None = None,
     ) -> None:
+        self._observers = Observers(observer)
         self._follower = follower
         self._newest = newest
         self._poll_s = poll_s
@@ -104,6 +107,16 @@ class Following:
         """The version that is held; before :meth:`start`."""
         return self._follower.version()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the model holds one whole version, and may be used. From any thread."""
+        return self._sink.version is not None
+
+    @property
+    def relayed_bytes(self) -> int:
+        """See :class:`thinwire.Follower`."""
+        return getattr(self._follower, "relayed_bytes", 0)
+
     def wake(self) -> None:
         """Look now. From any thread."""
         self._wakes.wake()
@@ -130,7 +143,9 @@ class Following:
                 found = self._follower.catch_up()
                 if self._proves and found != held and self._sink.prove() is False:
                     self._logger.error("wrong weights", version=found.version)
-                    self._sink.distrust("its weights were found to be wrong")
+                    reason = "its weights were found to be wrong"
+                    self._sink.distrust(reason)
+                    self._tell(BaseMismatch.code, f"version {found.version}: {reason}")
                     found = self._follower.catch_up()
                 held = found
                 self._checked_s = time.monotonic()
@@ -146,7 +161,14 @@ class Following:
                         "not updated", reason=str(error), is_late=is_late, exc_info=is_bug
                     )
                 self.failure = str(error)
+                known = error if isinstance(error, ThinwireError) else ThinwireError(repr(error))
+                self._tell(known.code, str(known))
             self._sleep(wait_s)
+
+    def _tell(self, code: str, reason: str) -> None:
+        self._observers.on_event(
+            Refused(url=self._follower.stream.url, lineage="", version=0, code=code, reason=reason)
+        )
 
     def _sleep(self, wait_s: float) -> None:
         """Sleep until it is time for a look, or somebody asks for one."""

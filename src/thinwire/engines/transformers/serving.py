@@ -123,6 +123,7 @@ def serving(
             poll_s=settings.poll_s,
             proves=settings.proves,
             logger=logger,
+            observer=observers,
         )
         limits = settings.limits._replace(context_tokens=_context_tokens(settings, loaded))
         worker = Worker(

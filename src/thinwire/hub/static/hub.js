@@ -3,8 +3,9 @@
 const REQUEST_TIMEOUT_MS = 20_000;
 // The hub sends a comment line every 15 s: more than two of them missing is silence.
 const SILENCE_MS = 40_000;
-const PAGE_REPLICAS = 500;
-const MAX_REPLICAS = 5000;
+const PAGE_REPLICAS = 1000;
+// As many as a hub knows of one stream.
+const MAX_REPLICAS = 10_000;
 const MAX_EVENT_CHARS = 1 << 20;
 
 /** The hub wants another token. */

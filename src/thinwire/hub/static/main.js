@@ -80,9 +80,17 @@ async function session(signal, onOpen) {
   }
 }
 
+function askedStream() {
+  try {
+    return decodeURIComponent(location.hash.replace(/^#stream=/, ""));
+  } catch {
+    return ""; // no text, such as a lone %
+  }
+}
+
 function chooseStream() {
   const names = data.streams.map((one) => one.name);
-  const asked = decodeURIComponent(location.hash.replace(/^#stream=/, ""));
+  const asked = askedStream();
   data.stream = names.includes(asked) ? asked : (names[0] ?? "");
   const select = byId("stream");
   keep(select, names, {
