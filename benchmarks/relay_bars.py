@@ -1,14 +1,15 @@
 """What a relay saves a region, and what it takes: 50 followers, and clients that nobody wants.
 
     python benchmarks/relay_bars.py [--followers 50] [--anchor-mib 16] [--requests 10000]
-        [--idle 2000] [--json OUT]
+        [--idle 2000] [--json OUT] [--speed-only]
 
 All followers of a region share one link to the bucket, throttled to 200 Mbit/s with 80 ms each way
 and back. Once each follower takes everything over that link, once all take it from a relay on this
 machine, a process of its own behind the same link. They join (an anchor), and follow a step. Each
 follower's weights are compared with what was published. Then the relay is leant on: malformed
 requests, idle connections, clients that send slowly and clients that do not read, while a good
-client reads an object again and again. Prints a Markdown table.
+client reads an object again and again. Last, how fast one relay's process gives out what it holds,
+in ranges of 8 MiB to followers on this machine. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ BITS_PER_S = 200e6
 LATENCY_S = 0.080
 CACHE_BYTES = 1 << 30
 CHANGED_SHARE = 0.01
+SPEED_MIB = 48
+SPEED_S = 8.0
+RANGE_BYTES = 8 << 20
 
 
 def models(anchor_mib: int) -> list[dict[str, np.ndarray]]:
@@ -271,6 +275,39 @@ def lean_on(request_count: int, idle_count: int, folder: Path) -> dict[str, Any]
         }
 
 
+def pace(folder: Path) -> dict[str, float]:
+    """Bytes a second that one relay gives out of what it holds in memory."""
+    bucket = (folder / "bucket-pace").as_uri()
+    with Publisher(bucket, folder / "baseline-pace", maintain=False) as publisher:
+        publisher.publish(models(SPEED_MIB)[0])
+    with relay_process(bucket, folder / "cache-pace") as relay:
+        stream = open_stream(bucket)
+        manifest = stream.manifest(stream.record().lineage, 1)
+        assert manifest is not None
+        objects = objects_of(manifest)
+        key = max(objects, key=lambda name: objects[name].size)
+        size_bytes = objects[key].size
+        whole = open_store(relay.url, retry_s=0).get(key, limit_bytes=size_bytes)
+        end_s = time.monotonic() + SPEED_S
+
+        def read(number: int) -> int:
+            store = open_store(relay.url, retry_s=0)
+            count, start = 0, number * RANGE_BYTES
+            while time.monotonic() < end_s:
+                stop = min(start + RANGE_BYTES, size_bytes)
+                data = store.get_range(key, start, stop)
+                if data != whole[start:stop]:
+                    sys.exit("the relay gave other bytes than it was given")
+                count += len(data)
+                start = 0 if stop == size_bytes else stop
+            return count
+
+        begin_s = time.monotonic()
+        with ThreadPoolExecutor(4) as pool:
+            total = sum(pool.map(read, range(4)))
+        return {"pace_bytes_per_s": total / (time.monotonic() - begin_s)}
+
+
 def show(rows: list[dict[str, Any]], leant: dict[str, Any], count: int) -> None:
     """Print the tables."""
     print(f"| {count} followers | payload MB | from the bucket MB, direct | through a relay | "
@@ -300,14 +337,19 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--idle", type=int, default=2_000)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--speed-only", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="thinwire-relay-") as name:
         folder = Path(name)
+        paced = pace(folder)
+        print(f"One relay gives out {paced['pace_bytes_per_s'] / 1e6:.0f} MB/s.\n")
+        if options.speed_only:
+            return
         rows = measure(options.followers, options.anchor_mib, folder)
         leant = lean_on(options.requests, options.idle, folder)
     show(rows, leant, options.followers)
     if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "leant": leant}, indent=1))
+        options.json.write_text(json.dumps({"rows": rows, "leant": leant, **paced}, indent=1))
     if leant["failures"]:
         sys.exit(f"good reads failed: {leant['failures']}")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what rooms share
@@ -22,6 +23,7 @@ from thinwire.follow import Follower, open_stream
 from thinwire.relay.relay import Folders, StreamRelay
 from thinwire.relay.server import RelayApp
 from thinwire.store import Entry, Store, StoreWrapper
+from thinwire.stream.encoding import encode, parse, sign
 from thinwire.stream.places import Place, objects_of, place_of
 from thinwire.stream.records import Manifest, Policy
 from thinwire.stream.signing import SigningKey
@@ -30,6 +32,7 @@ from thinwire.web import Listener, Tokens
 __all__ = ["DictStore", "bits", "held", "history", "maintained", "publisher", "stepped"]
 
 KEY = SigningKey.generate()
+STRANGER = SigningKey.generate()
 LIMIT_BYTES = 64 << 20
 
 
@@ -169,6 +172,13 @@ def data_keys(store: Store, version: int) -> dict[str, int]:
     """The objects of a version's own manifest, and their sizes."""
     found = objects_of(manifest_of(store, version))
     return {key: record.size for key, record in found.items()}
+
+
+def resigned(data: bytes) -> bytes:
+    """A manifest as a stranger would sign it, with one thing changed."""
+    manifest = parse(data, Manifest, "it")
+    changed = msgspec.structs.replace(manifest, step=manifest.version + 1_000_000)
+    return encode(sign(changed, STRANGER))
 
 
 def place(key: str) -> Place:

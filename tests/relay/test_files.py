@@ -12,16 +12,20 @@ from thinwire.errors import InvalidArgument
 from thinwire.relay import files as files_room
 from thinwire.relay.files import LruFolder, own
 from thinwire.stream.blocks import digest_of
+from thinwire.stream.places import objects_of
 
 from .making import (
     DictStore,
     Upstream,
     bits,
     caught_up,
+    connect,
     data_keys,
     large,
+    manifest_of,
     publish,
     relaying,
+    stepped,
     until,
 )
 
@@ -49,18 +53,28 @@ def test_the_limit_holds_and_the_oldest_go(tmp_path: Path) -> None:
     assert len(files) == 1
 
 
-def test_what_is_in_use_stays(tmp_path: Path) -> None:
-    files = LruFolder(tmp_path, 4 * 1000)
-    for number in range(4):
+def test_what_passes_takes_half_at_most(tmp_path: Path) -> None:
+    """More files than fit, read one after another, leave what others use."""
+    files = LruFolder(tmp_path, 10 * 1000)
+    for number in range(5):
         files.put(name(number), bytes(1000))
-    with files.pinned([name(0), name(1), name(7)]):
-        for number in (4, 5, 6):
-            assert files.put(name(number), bytes(1000))
-        assert {n for n in range(9) if name(n) in files} >= {0, 1}
-        with files.pinned([name(0), name(5), name(6)]):
-            # All that is there is in use: what comes is passed on only.
-            assert not files.put(name(8), bytes(1000))
-    assert files.put(name(8), bytes(1000))
+    for number in range(100, 140):
+        assert files.put(name(number), bytes(1000), is_passing=True)
+        assert files.total_bytes == on_disk(tmp_path) <= 10 * 1000
+    # One more than the half may be there, and takes one of the others' place.
+    assert sum(name(number) in files for number in range(5)) >= 4
+    assert name(139) in files
+    # What is asked for by others as well is an ordinary file again.
+    files.put(name(139), bytes(1000))
+    for number in range(140, 180):
+        files.put(name(number), bytes(1000), is_passing=True)
+    assert name(139) in files
+    for number in range(200, 220):
+        files.put(name(number), bytes(1000))
+    assert files.total_bytes == 10 * 1000
+    assert not any(name(number) in files for number in (*range(5), *range(100, 180)))
+    assert not files._passing
+    assert files._passing_bytes == 0
 
 
 def test_a_file_that_is_written_again(tmp_path: Path) -> None:
@@ -146,6 +160,50 @@ def test_a_relay_keeps_to_its_limit(tmp_path: Path) -> None:
             assert relay.get(f"/o/{key}", range=f"bytes={start}-{start}").status_code == 206
         assert relay.metric("cache_evicted_total") > 10
         assert on_disk(tmp_path / "cache" / "blocks") == relay.metric("cache_bytes")
+
+
+def test_an_anchor_larger_than_the_cache_leaves_the_deltas(tmp_path: Path) -> None:
+    store = DictStore()
+    versions = [large(size_bytes=24 * MIB)]
+    versions.append(stepped(versions[0], 1))
+    publish(store, tmp_path / "baseline", versions)
+    upstream = Upstream(store)
+    (shard,) = data_keys(store, 2)
+    (file,) = [key for key, size in data_keys(store, 1).items() if size > MIB]
+    with relaying(upstream, tmp_path / "cache", limit_bytes=12 * MIB) as relay:
+        delta = relay.get(f"/o/{shard}").content
+        taken = upstream.bytes_of(shard)
+        assert taken == len(delta)
+        assert len(relay.get(f"/o/{file}").content) > 24 * MIB
+        relay.one.shelf._memory.clear()
+        assert relay.get(f"/o/{shard}").content == delta
+        assert upstream.bytes_of(shard) == taken
+
+
+def test_slow_readers_pin_nothing(tmp_path: Path) -> None:
+    """A reader of more than the cache can hold that takes nothing must not stop its being used."""
+    store = DictStore()
+    versions = [large(size_bytes=24 * MIB)]
+    versions.append(stepped(versions[0], 1))
+    publish(store, tmp_path / "baseline", versions)
+    upstream = Upstream(store)
+    (shard,) = data_keys(store, 2)
+    (file,) = [key for key, size in data_keys(store, 1).items() if size > MIB]
+    with relaying(upstream, tmp_path / "cache", limit_bytes=8 * MIB) as relay:
+        relay.get(f"/o/{file}")
+        with connect(relay) as reader:
+            reader.sendall(f"GET /run/o/{file} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert reader.recv(100).startswith(b"HTTP/1.1 200")
+            for _ in range(2):
+                relay.get(f"/o/{shard}")
+                until(lambda: any(block in relay.one.shelf.files for block in blocks_of(store)))
+                relay.one.shelf._memory.clear()
+            assert upstream.bytes_of(shard) == data_keys(store, 2)[shard]
+
+
+def blocks_of(store: DictStore) -> list[str]:
+    (record,) = objects_of(manifest_of(store, 2)).values()
+    return list(record.blocks)
 
 
 def test_changed_files_are_noticed(tmp_path: Path) -> None:

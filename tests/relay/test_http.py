@@ -11,7 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from thinwire.errors import AccessDenied
+from thinwire.follow import Follower, open_stream
 from thinwire.relay.ranges import Span, span_of
+from thinwire.store import StoreWrapper
 from thinwire.stream import keys
 from thinwire.stream.encoding import encode
 from thinwire.stream.records import Lease
@@ -274,7 +277,43 @@ def test_one_lease_for_all_followers(tmp_path: Path) -> None:
         oldest = relay.one.needs.oldest()
         assert oldest is not None
         assert oldest.version == 4
-    assert leased(store) == []
+    # It stays where the relay is started again: followers say what they need after minutes only.
+    assert [keys.leased_version(key) for key in leased(store)] == [3]
+
+
+def test_a_relay_that_may_not_write_leases_says_so(tmp_path: Path) -> None:
+    class ReadOnly(StoreWrapper):
+        def put(self, key: str, data: bytes) -> None:
+            raise AccessDenied(f"cannot write {key}")
+
+    store = DictStore()
+    publish(store, tmp_path / "baseline", history(1))
+    with relaying(ReadOnly(store), tmp_path / "cache") as relay:
+        # Also the very first one.
+        for number in range(3):
+            path, data = lease(5, f"{number:032x}")
+            answer = relay.ask("PUT", path, data)
+            assert answer.status_code == 403
+            assert "may not write leases" in answer.json()["error"]["message"]
+        assert relay.metric("leases") == 0
+        with Follower(open_stream(store, relay=relay.url), tmp_path / "f") as follower:
+            follower.catch_up()
+            # So a follower that may writes its own.
+            assert [keys.leased_version(key) for key in leased(store)] == [1]
+
+
+def test_a_name_that_is_none_is_told_from_an_object_that_is_not_there(relay: Running) -> None:
+    answer = httpx.get(f"{relay.root}/nope/o/head.json", trust_env=False)
+    assert answer.status_code == 421
+    assert "thinwire-absent" not in answer.headers
+    assert "no such stream here" in answer.json()["error"]["message"]
+    assert "run" in answer.json()["error"]["hint"]
+    gone = relay.get(f"/o/{keys.manifest('ef' * 16, 3)}")
+    assert (gone.status_code, gone.headers["thinwire-absent"]) == (404, "1")
+    # Where a person looks who has read a key in a log.
+    below = relay.get("/head.json")
+    assert (below.status_code, "thinwire-absent" in below.headers) == (404, False)
+    assert "/run/o/" in below.json()["error"]["hint"]
 
 
 def test_leases_that_are_none(relay: Running) -> None:
@@ -287,8 +326,6 @@ def test_leases_that_are_none(relay: Running) -> None:
 
 
 def test_leases_go_through_the_follower(tmp_path: Path) -> None:
-    from thinwire.follow import Follower, open_stream
-
     store = DictStore()
     publish(store, tmp_path / "baseline", history(2))
     with relaying(store, tmp_path / "cache", poll_s=0.05) as relay:
@@ -300,7 +337,6 @@ def test_leases_go_through_the_follower(tmp_path: Path) -> None:
 
 
 def test_tokens(stored: DictStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from thinwire.errors import AccessDenied
     from thinwire.store import open_store
 
     tokens = {role: secrets.token_hex(16) for role in Role}
@@ -356,3 +392,26 @@ def test_a_merged_delta_that_was_made_again(tmp_path: Path) -> None:
             assert relay.get(f"/o/{shard}").content == store.get(shard, limit_bytes=1 << 20)
         assert relay.get(f"/o/{merge}").content == new
         assert joined(store, tmp_path / "f")
+
+
+def test_a_web_page_under_another_name_gets_nothing(stored: DictStore, tmp_path: Path) -> None:
+    """DNS rebinding: the browser asks here, and lets the page read what is answered."""
+    with relaying(stored, tmp_path / "cache") as relay:
+        for path in ("/o/head.json", "/list?prefix=", "/o/stream.json"):
+            assert relay.get(path, host="evil.example").status_code == 421
+        assert relay.get("/o/head.json", host="localhost:99").status_code == 200
+
+
+def test_asking_for_what_nothing_names_keeps_nobody_out(stored: DictStore, tmp_path: Path) -> None:
+    lineage = manifest_of(stored, 1).lineage
+    with relaying(stored, tmp_path / "cache") as relay:
+        assert relay.get("/o/head.json").status_code == 200
+        with httpx.Client(base_url=relay.url, trust_env=False) as client:
+            # More than a second is allowed of those; they are quick.
+            found = [
+                client.get(f"/o/{number:032x}/manifests/{1:012d}.json").status_code
+                for number in range(200)
+            ]
+            assert {404, 503} >= set(found)
+            answer = client.get(f"/o/{lineage}/manifests/{1:012d}.json")
+        assert answer.status_code == 200

@@ -27,9 +27,10 @@ def test_many_that_do_nothing_or_rubbish(tmp_path: Path) -> None:
             for number in range(1_000):
                 rubbish = (
                     os.urandom(30) + b"\r\n\r\n",
-                    b"GET /o/%s HTTP/1.1\r\nHost: a\r\n\r\n" % (b"x" * (number % 900)),
-                    b"GET /o/head.json HTTP/1.1\r\nHost: a\r\nRange: bytes=%d-\r\n\r\n" % number,
-                    b"PUT /o/leases/x HTTP/1.1\r\nHost: a\r\nContent-Length: 999999\r\n\r\nx",
+                    b"GET /o/%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"x" * (number % 900)),
+                    b"GET /o/head.json HTTP/1.1\r\nHost: localhost\r\nRange: bytes=%d-\r\n\r\n"
+                    % number,
+                    b"PUT /o/leases/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\nx",
                 )[number % 4]
                 with relay.connect() as connection, suppress(OSError):
                     connection.sendall(rubbish)
@@ -54,7 +55,7 @@ def test_readers_that_stop_in_the_middle(tmp_path: Path) -> None:
         slow = [relay.connect() for _ in range(SLOW)]
         try:
             for number, connection in enumerate(slow):
-                head = f"GET /bucket/o/{key} HTTP/1.1\r\nHost: a\r\n"
+                head = f"GET /bucket/o/{key} HTTP/1.1\r\nHost: localhost\r\n"
                 head += f"Range: bytes={number * 500_000}-\r\n\r\n"
                 connection.sendall(head.encode())
                 assert connection.recv(1000).startswith(b"HTTP/1.1 206")

@@ -16,6 +16,7 @@ from thinwire.cli.app import app
         ({"--listen": "nowhere"}, "HOST:PORT"),
         ({"--listen": "0.0.0.0:0"}, "open to other machines"),
         ({"--limit-bytes": "many"}, "many"),
+        ({"--limit-bytes": "10"}, "16MiB"),
         ({"--stream": "list=memory://x"}, "cannot be called"),
         ({"--stream": "http://user:hunter22@host/x"}, "holds a user"),
         ({"--region": "north"}, "--hub"),

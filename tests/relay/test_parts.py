@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from thinwire.errors import AccessDenied, NotFound, StoreError, Unavailable
 from thinwire.relay import needs as needs_room
-from thinwire.relay.blocks import Block, Room
+from thinwire.relay import upstream as upstream_room
+from thinwire.relay.blocks import Block, Blocks, BlockShelf
+from thinwire.relay.files import LruFolder
 from thinwire.relay.needs import Needs, UpstreamLease
 from thinwire.relay.sending import Budget
 from thinwire.relay.upstream import Upstream
-from thinwire.relay.workers import Flights, Workers
+from thinwire.relay.workers import Flights, Room, Workers
 from thinwire.store import Store, StoreWrapper
 from thinwire.store.clock import VirtualClock
 from thinwire.stream import keys
@@ -65,16 +67,20 @@ def test_a_passing_failure_is_none() -> None:
     assert upstream.away_s is None
 
 
+def go_away(store: Flaky, upstream: Upstream) -> None:
+    store.act = fail(Unavailable("no"))
+    with pytest.raises(Unavailable):
+        upstream.call(read)
+    until(lambda: upstream.away_s is not None and not upstream._probe_count)
+
+
 def test_away_and_back() -> None:
     store, clock = Flaky(), VirtualClock()
     upstream = Upstream(store, clock)
     told: list[str] = []
-    upstream.on_away = lambda error: told.append("away")
+    upstream.on_stall = lambda error: told.append("stalled")
     upstream.on_back = lambda: told.append("back")
-    store.act = fail(Unavailable("no"))
-    with pytest.raises(Unavailable):
-        upstream.call(read)
-    assert told == ["away"]
+    go_away(store, upstream)
     # Nobody else waits for it.
     count = store.count
     for _ in range(50):
@@ -85,16 +91,89 @@ def test_away_and_back() -> None:
     store.act = fail(NotFound("none"))
     clock.sleep_until(clock.now() + 60)
     upstream.tick()
-    until(lambda: told == ["away", "back"])
+    until(lambda: told == ["back"])
     assert upstream.away_s is None
+
+
+def test_what_fails_alone_is_not_the_store() -> None:
+    """A bucket that throttles one key, and answers all else."""
+
+    class Throttling(Flaky):
+        def get(self, key: str, *, limit_bytes: int) -> bytes:
+            self.count += 1
+            if key == keys.STREAM:
+                return b"here"
+            raise Unavailable("503 SlowDown")
+
+    store, clock = Throttling(), VirtualClock()
+    upstream = Upstream(store, clock)
+    told: list[str] = []
+    upstream.on_stall = lambda error: told.append("stalled")
+    for _ in range(20):
+        clock.sleep_until(clock.now() + 1)
+        with pytest.raises(Unavailable, match="SlowDown") as raised:
+            upstream.call(read)
+        assert not raised.value.context.get("is_away")
+        until(lambda: not upstream._probe_count)
+    assert upstream.away_s is None
+    assert told == []
+
+
+def test_a_probe_that_cannot_start_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, clock = Flaky(), VirtualClock()
+    upstream = Upstream(store, clock)
+    go_away(store, upstream)
+    store.act = lambda: b"x"
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(60):
+            clock.sleep_until(clock.now() + 60)
+            with pytest.raises(RuntimeError):
+                upstream.tick()
+    clock.sleep_until(clock.now() + 60)
+    upstream.tick()
+    until(lambda: upstream.away_s is None)
+
+
+def test_data_under_way_is_left_in_peace() -> None:
+    """Over a thin link each piece takes long; only where nothing ends is it asked why."""
+    store, clock = Flaky(), VirtualClock()
+    upstream = Upstream(store, clock)
+    released, began = threading.Event(), threading.Event()
+    ended: list[bytes] = []
+
+    def slow() -> bytes:
+        began.set()
+        released.wait(30)
+        return b"piece"
+
+    store.act = slow
+    upstream.workers.submit(lambda: ended.append(upstream.call(read)))
+    assert began.wait(30)
+    store.act = lambda: b"piece"
+    for _ in range(10):
+        clock.sleep_until(clock.now() + 4)
+        upstream.call(read)
+        count = store.count
+        upstream.tick()
+        assert store.count == count
+        assert not upstream._probe_count
+    clock.sleep_until(clock.now() + 6)
+    upstream.tick()
+    until(lambda: store.count == count + 1)
+    assert upstream.away_s is None
+    released.set()
+    until(lambda: ended)
 
 
 def test_probes_come_seldom_and_at_once_when_asked() -> None:
     store, clock = Flaky(), VirtualClock()
     upstream = Upstream(store, clock)
-    store.act = fail(Unavailable("no"))
-    with pytest.raises(Unavailable):
-        upstream.call(read)
+    go_away(store, upstream)
     for _ in range(5):
         count = store.count
         clock.sleep_until(clock.now() + 60)
@@ -174,19 +253,99 @@ def test_flights() -> None:
 
 def test_room() -> None:
     room = Room(100)
-    entered = threading.Event()
-
-    def enter() -> None:
-        with room.taking(1):
-            entered.set()
-
-    thread = threading.Thread(target=enter)
+    entered: list[bool] = []
+    threads = [threading.Thread(target=lambda: entered.append(room.take(1))) for _ in range(2)]
     # One alone has it, however large; a second one waits.
-    with room.taking(1_000):
-        thread.start()
-        assert not entered.wait(0.2)
-    assert entered.wait(30)
-    thread.join()
+    assert room.take(1_000)
+    threads[0].start()
+    threads[0].join(0.2)
+    assert not entered
+    room.give(1_000)
+    threads[0].join(30)
+    assert entered == [True]
+    # What never comes back holds up nobody: they are sent to the next room.
+    assert room.take(99)
+    threads[1].start()
+    room.retire()
+    threads[1].join(30)
+    assert entered == [True, False]
+
+
+def test_a_fetch_that_hangs_holds_up_no_other_stream_nor_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream_room, "FETCHING_BYTES", 1500)
+    store = DictStore()
+    records = []
+    for number in range(3):
+        data = bytes([number]) * 1000
+        store.put(f"a/{number}", data)
+        records.append(record_of(data))
+    released, began = threading.Event(), threading.Event()
+
+    class Hanging(StoreWrapper):
+        def get_range(self, key: str, start: int, stop: int) -> bytes:
+            if key == "a/0":
+                began.set()
+                released.wait(60)
+            return super().get_range(key, start, stop)
+
+    shelf = BlockShelf(LruFolder(tmp_path, 1 << 30))
+    clock = VirtualClock()
+    broken = Upstream(Hanging(store), clock)
+    these, others = Blocks(broken, shelf), Blocks(Upstream(store), shelf)
+    broken.on_stall = these.fail_all
+    hung = these.want(Block("a/0", records[0], 0), 1)
+    assert began.wait(30)
+    waiting = these.want(Block("a/1", records[1], 0), 1)
+    assert others.want(Block("a/2", records[2], 0), 1).result(30) == bytes([2]) * 1000
+    assert not waiting.done()
+    # Once the store is known to be away, and back, all goes on without what hangs.
+    broken._failed(Unavailable("no"))
+    clock.sleep_until(clock.now() + 6)
+    broken.tick()
+    for flight in (hung, waiting):
+        with pytest.raises(Unavailable):
+            flight.result(30)
+    until(lambda: broken.away_s is None)
+    found = these.want(Block("a/1", records[1], 0), 1)
+    assert found.result(30) == bytes([1]) * 1000
+    assert not released.is_set()
+    released.set()
+
+
+def test_workers_outlive_what_they_are_given(caplog: pytest.LogCaptureFixture) -> None:
+    workers = Workers("test", 2)
+    for _ in range(10):
+        workers.submit(lambda: 1 // 0)  # type: ignore[arg-type]
+    ran = threading.Event()
+    workers.submit(ran.set)
+    assert ran.wait(30)
+    assert "ZeroDivisionError" in caplog.text
+    workers.close()
+
+
+def test_a_disk_that_breaks_in_an_unknown_way_leaves_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = BlockShelf(LruFolder(tmp_path, 1 << 20))
+    store = DictStore()
+    store.put("a/0", b"data")
+    blocks = Blocks(Upstream(store), shelf)
+    block = Block("a/0", record_of(b"data"), 0)
+    assert blocks.want(block, 1).result(30) == b"data"
+    until(lambda: block.digest in shelf.files)
+    shelf._memory.clear()
+
+    def breaks(block: Block) -> bytes | None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shelf, "read", breaks)
+        for _ in range(5):
+            with pytest.raises(MemoryError):
+                blocks.want(block, 1).result(30)
+    assert blocks.want(block, 1).result(30) == b"data"
 
 
 def test_slow_readers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +355,7 @@ def test_slow_readers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "_SLOW_BYTES_PER_S", 1 << 40)
     records = [record_of(bytes([n]) * 1000) for n in range(4)]
 
-    async def run() -> None:
+    async def run(waiting: set[int], first: int) -> None:
         budget = Budget(2_500)
         dropped: list[int] = []
         ended = [asyncio.Event() for _ in range(4)]
@@ -206,7 +365,9 @@ def test_slow_readers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
                 dropped.append(number)
                 ended[number].set()
 
-            async with budget.holding(Block("k", records[number], 0), drop):
+            async with budget.holding(Block("k", records[number], 0), drop) as hold:
+                if number not in waiting:
+                    hold.begin()
                 await ended[number].wait()
 
         tasks = [asyncio.create_task(hold(number)) for number in (0, 1, 1, 2)]
@@ -215,14 +376,16 @@ def test_slow_readers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
         assert budget.used_bytes == 2_000
         while not dropped:
             await asyncio.sleep(0.01)
-        assert dropped[0] == 0
+        assert dropped[0] == first
         assert budget.dropped_count >= 1
         for event in ended:
             event.set()
         await asyncio.gather(*tasks)
         assert budget.used_bytes == 0
 
-    asyncio.run(run())
+    asyncio.run(run(set(), 0))
+    # Whoever waits for the store is not slow: the next one goes.
+    asyncio.run(run({0}, 1))
 
 
 def test_needs_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,16 +412,35 @@ def test_needs_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_store_that_may_only_be_read(caplog: pytest.LogCaptureFixture) -> None:
     class ReadOnly(StoreWrapper):
         def put(self, key: str, data: bytes) -> None:
-            raise AccessDenied(f"cannot write {key}")
+            if is_refused:
+                raise AccessDenied(f"cannot write {key}")
+            super().put(key, data)
 
-    needs = Needs()
-    lease = UpstreamLease(ReadOnly(DictStore()), needs)
+    is_refused = ["yes"]
+    store, clock = DictStore(), VirtualClock()
+    needs = Needs(clock)
+    lease = UpstreamLease(ReadOnly(store), needs, clock)
     for version in (5, 4, 3):
         needs.put("a", LINEAGE, version)
         with caplog.at_level(logging.WARNING, logger="thinwire"):
             lease.renew()
     assert caplog.text.count("told nowhere") == 1
-    lease.end()
+    with pytest.raises(AccessDenied, match="may not write leases"):
+        lease.check_may_write()
+    # It is tried again now and then, and said when it is told after all.
+    clock.sleep_until(clock.now() + 3600)
+    needs.put("a", LINEAGE, 3)
+    lease.check_may_write()
+    is_refused.clear()
+    with caplog.at_level(logging.WARNING, logger="thinwire"):
+        lease.renew()
+    assert "told again" in caplog.text
+    assert [keys.leased_version(key) for key in store.find("leases/")] == [3]
+    lease.end_unneeded()
+    assert store.find("leases/")
+    needs.drop("a", 3)
+    lease.end_unneeded()
+    assert not store.find("leases/")
 
 
 def test_a_need_outlives_a_store_that_fails_once() -> None:
@@ -318,8 +500,6 @@ def test_any_text_is_some_place_or_none(text: str) -> None:
 
 
 def test_a_cache_of_no_use_is_said_so(tmp_path: Path) -> None:
-    from thinwire.relay.files import LruFolder
-
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError):
         LruFolder(tmp_path / "file", 100)

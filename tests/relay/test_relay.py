@@ -125,7 +125,7 @@ def test_several_streams_behind_one_relay(tmp_path: Path) -> None:
             found = caught_up(f"{relay.root}/{name}", tmp_path / f"f-{name}")
             assert found == bits(models[name][-1])
         # Which of the two is not said, and a key of one is nothing to the other.
-        assert relay.get("/../o/head.json").status_code == 404
+        assert relay.get("/../o/head.json").status_code == 421
         key = next(iter(data_keys(stores["two.b"], 1)))
         assert relay.get(f"/o/{key}").status_code == 404
 

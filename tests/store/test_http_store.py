@@ -6,9 +6,12 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import count
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -16,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what rooms share
 
 from relay.making import DictStore, Running, data_keys, large, publish, relaying
 from thinwire.errors import (
+    AccessDenied,
     InvalidArgument,
     LimitExceeded,
     NotFound,
@@ -25,6 +29,9 @@ from thinwire.errors import (
 )
 from thinwire.store import Entry, Store, StoreWrapper, open_store
 from thinwire.store import http_client as client_room
+from thinwire.store import http_store as store_room
+from thinwire.store.http_client import Timeouts
+from thinwire.store.http_store import open_http
 from thinwire.stream import keys
 from thinwire.testing import contract
 
@@ -240,6 +247,27 @@ def saying(*answers: bytes) -> Iterator[str]:
         listening.close()
 
 
+@contextmanager
+def talking(say: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that goes on and on with each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                say(connection)
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
 def response(status: str, body: bytes, *headers: str) -> bytes:
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
@@ -248,7 +276,9 @@ def response(status: str, body: bytes, *headers: str) -> bytes:
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (response("404 No", b""), NotFound),
+        (response("404 No", b"", "Thinwire-Absent: 1"), NotFound),
+        # Of something else: a proxy's, another server's, a name that was misspelt.
+        (response("404 No", b'{"error":{"code":"not-found"}}'), StoreError),
         (response("503 No", b""), Unavailable),
         (response("429 No", b""), Unavailable),
         (response("502 No", b'{"error":{"code":"truncated"}}'), Truncated),
@@ -260,7 +290,9 @@ def response(status: str, body: bytes, *headers: str) -> bytes:
         (response("204 Nothing", b""), StoreError),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nabc", Unavailable),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999999\r\n\r\nabc", LimitExceeded),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc", Unavailable),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc", StoreError),
+        (b"HTTP/1.1 503 No\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc", Unavailable),
+        (b"HTTP/1.1 200 OK\r\n\r\nabc", StoreError),
         (b"SSH-2.0-OpenSSH_9\r\n\r\n", StoreError),
         (b"", Unavailable),
     ],
@@ -270,7 +302,8 @@ def test_what_servers_say(answer: bytes, error: type[Exception]) -> None:
         store = open_store(url, retry_s=0)
         with pytest.raises(error) as caught:
             store.get("some/key", limit_bytes=10)
-        assert not isinstance(caught.value, Unavailable) or error is Unavailable
+        is_other = isinstance(caught.value, Unavailable | NotFound)
+        assert not is_other or (isinstance(caught.value, error) and error is not StoreError)
         assert url in str(caught.value)
 
 
@@ -304,11 +337,78 @@ def test_ranges_that_are_none(answer: bytes) -> None:
         # It would never end.
         b'{"entries":[],"next":""}',
         b'{"entries":[["a/b",1,1]],"next":"a"}',
+        b'{"entries":[],"next":"a/b"}',
+        b'{"entries":[["a/b",1,1]],"next":"a/c"}',
     ],
 )
 def test_listings_that_are_none(page: bytes) -> None:
     with saying(response("200 OK", page)) as url, pytest.raises(StoreError):
         list(open_store(url, retry_s=0).list("a/"))
+
+
+def dripping(beginning: bytes, drop: bytes) -> Callable[[socket.socket], None]:
+    def say(connection: socket.socket) -> None:
+        connection.sendall(beginning)
+        while True:
+            connection.sendall(drop)
+            time.sleep(0.02)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("beginning", "drop"),
+    [
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+        (b"HTTP/1.1 200 OK\r\nX: ", b"a"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"x"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n", b"T: x\r\n"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"x"),
+        (b"HTTP/1.1 503 No\r\nContent-Length: 9999\r\n\r\n", b"x"),
+        (b"HTTP/1.1 503 No\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"x"),
+    ],
+)  # fmt: skip
+def test_answers_that_never_end(beginning: bytes, drop: bytes) -> None:
+    """Something comes all the time, so no single read is late."""
+    timeouts = Timeouts(5.0, 5.0, head_s=0.3, patience_s=0.3, slowest_bytes_per_s=1e9)
+    with talking(dripping(beginning, drop)) as url:
+        store = open_http(urlsplit(url), {}, timeouts)
+        with pytest.raises(StoreError):
+            store.get("some/key", limit_bytes=1 << 20)
+
+
+def test_a_listing_without_end() -> None:
+    numbers = count()
+
+    def say(connection: socket.socket) -> None:
+        page = b'{"entries":[["a/%012d",1,1]],"next":"a/%012d"}'
+        number = next(numbers)
+        connection.sendall(response("200 OK", page % (number, number)))
+
+    with talking(say) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_room, "MAX_LISTED", 20)
+        with pytest.raises(LimitExceeded):
+            list(open_store(url, retry_s=0).list("a/"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (response("200 OK", b"ok"), None),
+        (response("204 No", b""), None),
+        (response("502 No", b'{"error":{"code":"checksum-mismatch"}}'), Unavailable),
+        (response("403 No", b"<html>"), AccessDenied),
+    ],
+)
+def test_what_servers_say_of_leases(answer: bytes, error: type[Exception] | None) -> None:
+    """Nothing of it is an error of the stream's format, which would end a follower."""
+    key = keys.lease("cd" * 16, 7)
+    with saying(answer, answer) as url:
+        store = open_store(url, retry_s=0)
+        for write in (lambda: store.put(key, b"x"), lambda: store.delete([key])):
+            with pytest.raises(error) if error else nullcontext():
+                write()
 
 
 def test_a_kept_connection_that_was_closed() -> None:
@@ -369,6 +469,19 @@ def test_tokens_that_are_none(token: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("THINWIRE_HTTP_TOKEN_FILE", str(tmp_path / "none"))
     with pytest.raises(NotFound):
         open_store("http://h")
+
+
+@pytest.mark.parametrize(
+    ("url", "is_told"),
+    [("http://10.0.0.1", True), ("http://127.0.0.1", False), ("https://10.0.0.1", False)],
+)
+def test_a_token_in_clear_is_told(
+    url: str, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("THINWIRE_HTTP_TOKEN", "x" * 20)
+    open_store(url)
+    assert ("in clear" in caplog.text) == is_told
+    assert "x" * 20 not in caplog.text
 
 
 def test_tls(stored: DictStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,9 +153,8 @@ class Fetcher:
         try:
             data = self._fetched(self._store, wanted, numbers)
         except ChecksumMismatch:
-            if not isinstance(self._store, RelayedStore):
+            if not isinstance(self._store, RelayedStore) or not self._store.distrust(wanted.key):
                 raise
-            self._store.distrust(wanted.key)
             data = self._fetched(self._store.upstream, wanted, numbers)
         else:
             if isinstance(self._store, RelayedStore):

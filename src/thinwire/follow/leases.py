@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import suppress
 
-from thinwire.errors import StoreError, ThinwireError
+from thinwire.errors import ThinwireError
 from thinwire.store import Store
 from thinwire.stream import keys
 from thinwire.stream.encoding import encode
@@ -28,7 +28,12 @@ class LeaseKeeper:
         self._key: str | None = None
         self._may_write = True
 
-    def renew(self, lineage: str, version: int) -> StoreError | None:
+    @property
+    def is_written(self) -> bool:
+        """Whether the stream has been told."""
+        return self._key is not None
+
+    def renew(self, lineage: str, version: int) -> ThinwireError | None:
         """Write the lease, if it is time to; returns what prevented it."""
         now_s = time.monotonic()
         is_fresh = self._key is not None and now_s - self._written_s < _EVERY_S
@@ -38,7 +43,8 @@ class LeaseKeeper:
         lease = Lease(FORMAT, self._holder, lineage, version, LEASE_TTL_S)
         try:
             self._store.put(key, encode(lease))
-        except StoreError as error:
+        except ThinwireError as error:
+            # A lease is a courtesy: nothing that is said of one ends a follower.
             self._may_write = error.retryable
             return error
         before, self._key, self._written_s = self._key, key, now_s

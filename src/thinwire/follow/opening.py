@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from thinwire.errors import InvalidArgument
 from thinwire.follow.key_files import read_signing_key
-from thinwire.follow.relayed import RelayedStore, open_relay
+from thinwire.follow.relayed import RelayedStore
+from thinwire.follow.relays import open_relay
 from thinwire.follow.stream import Stream
 from thinwire.store import Store, open_store
+from thinwire.store.http_token import is_near
 from thinwire.stream.records import Policy
 from thinwire.stream.signing import SigningKey
+
+_LOG = logging.getLogger("thinwire")
 
 
 def open_stream(
@@ -46,7 +53,8 @@ def open_stream(
             manifests name comes through it.
 
     Raises:
-        InvalidArgument: The URL, the relay's, the policy or a key is malformed.
+        InvalidArgument: The URL, the relay's, the policy or a key is malformed; or a stream is to
+            be read over plain HTTP from another machine with nothing that proves it.
         AccessDenied: Others than its owner may read the file of the signing key.
     """
     if isinstance(signing_key, str | os.PathLike):
@@ -54,6 +62,8 @@ def open_stream(
     if signing_key is not None and not trusted_keys:
         trusted_keys = [signing_key.public]
     if isinstance(url, str | os.PathLike):
+        if not trusted_keys:
+            _check_way(os.fspath(url))
         own_retry_s = retry_s if relay is None else 0.0
         url = open_store(os.fspath(url), single_writer=single_writer, retry_s=own_retry_s)
     if relay is not None:
@@ -65,4 +75,33 @@ def open_stream(
         policy=policy,
         signing_key=signing_key,
         trusted_keys=trusted_keys,
+    )
+
+
+def _check_way(url: str) -> None:
+    """Refuse to believe whoever is in between: of a stream without pinned keys nothing else does.
+
+    Raises:
+        InvalidArgument: It is plain HTTP to another machine.
+    """
+    scheme = url.partition("://")[0].lower()
+    if scheme not in ("http", "https"):
+        return
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        # Whoever opens it says what is wrong.
+        return
+    if is_near(host):
+        return
+    if scheme == "http":
+        raise InvalidArgument(
+            f"what comes from {host} over plain HTTP could be anybody's: no keys are pinned",
+            hint="Pin the stream's keys (--trust, trusted_keys=), or read it from its bucket and"
+            " name the relay beside (--relay, relay=)",
+        )
+    _LOG.warning(
+        "no keys are pinned: %s alone says what the stream is (pin its keys with --trust, or read"
+        " it from its bucket, with --relay)",
+        host,
     )

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from thinwire.errors import ChecksumMismatch, ThinwireError
@@ -21,8 +19,6 @@ _LOG = logging.getLogger("thinwire")
 # Asked for at once: what arrives is passed on in no larger pieces.
 SPAN_BYTES = 2 << 20
 MEMORY_BYTES = 64 << 20
-# What may be on its way from the store; one request, however large, always is.
-FETCHING_BYTES = 96 << 20
 _DISK_THREADS = 2
 # Where so much waits already, nothing is fetched that nobody waits for yet.
 _MOST_WAITING = 32
@@ -32,11 +28,16 @@ _MAX_WRONG = 1_000
 
 
 class Block(NamedTuple):
-    """One block of an object at a key."""
+    """One block of an object at a key.
+
+    Attributes:
+        is_passing: It belongs to more than can be kept: it must not push out what others use.
+    """
 
     key: str
     record: ObjectRecord
     number: int
+    is_passing: bool = False
 
     @property
     def digest(self) -> str:
@@ -61,14 +62,10 @@ class BlockShelf:
     Args:
         files: The folder.
         memory_bytes: What may be kept in memory.
-
-    Attributes:
-        room: What may be fetched at once.
     """
 
     def __init__(self, files: LruFolder, memory_bytes: int = MEMORY_BYTES) -> None:
         self.files = files
-        self.room = Room(FETCHING_BYTES)
         self.workers = Workers("thinwire-disk", _DISK_THREADS)
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
@@ -98,10 +95,10 @@ class BlockShelf:
         self._remember(block.digest, found.data)
         return found.data
 
-    def keep(self, digest: str, data: bytes) -> None:
+    def keep(self, block: Block, data: bytes) -> None:
         """Keep a verified block."""
-        self._remember(digest, data)
-        self.files.put(digest, data)
+        self._remember(block.digest, data)
+        self.files.put(block.digest, data, is_passing=block.is_passing)
 
     def _remember(self, digest: str, data: bytes) -> None:
         with self._lock:
@@ -111,29 +108,6 @@ class BlockShelf:
             self._used_bytes += len(data)
             while self._used_bytes > self._memory_bytes:
                 self._used_bytes -= len(self._memory.popitem(last=False)[1])
-
-
-class Room:
-    """So many bytes may be on their way at once."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._used_bytes = 0
-        self._condition = threading.Condition()
-
-    @contextmanager
-    def taking(self, size_bytes: int) -> Iterator[None]:
-        """Wait until there is room; one alone always has it."""
-        with self._condition:
-            while self._used_bytes and self._used_bytes + size_bytes > self._limit_bytes:
-                self._condition.wait()
-            self._used_bytes += size_bytes
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._used_bytes -= size_bytes
-                self._condition.notify_all()
 
 
 class Blocks:
@@ -233,7 +207,12 @@ class Blocks:
 
     def _read(self, block: Block, flight: Future[bytes]) -> None:
         """From the disk, or else from the store."""
-        data = self._shelf.read(block)
+        try:
+            data = self._shelf.read(block)
+        except Exception as error:
+            # Whatever it was, somebody waits.
+            self._flights.fail(block.way, flight, error)
+            raise
         if data is None:
             self._start(block, flight, block.number + 1)
             return
@@ -244,7 +223,7 @@ class Blocks:
         first, last = span[0][0], span[-1][0]
         start, stop = first.record.span(first.number)[0], last.record.span(last.number)[1]
         try:
-            with self._shelf.room.taking(stop - start):
+            with self._upstream.taking(stop - start):
                 data = self._upstream.call(lambda s: s.get_range(first.key, start, stop))
                 self._take(span, start, data)
         except Exception as error:
@@ -265,7 +244,7 @@ class Blocks:
                 continue
             # Those who wait get it before the disk does.
             self._flights.land(flight, piece)
-            self._shelf.keep(block.digest, piece)
+            self._shelf.keep(block, piece)
             self._flights.forget(block.way, flight)
 
     def _known_wrong(self, block: Block) -> ChecksumMismatch | None:

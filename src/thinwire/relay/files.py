@@ -9,9 +9,8 @@ import re
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ _LOG = logging.getLogger("thinwire")
 _NAME = re.compile(r"[0-9a-f]{64}")
 # A disk that failed is left alone for so long.
 _PAUSE_S = 5.0
+_PASSING_SHARE = 0.5
 
 
 class Found(NamedTuple):
@@ -50,8 +50,8 @@ class LruFolder:
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
-        self._pins: Counter[str] = Counter()
-        self._total_bytes = 0
+        self._passing: OrderedDict[str, int] = OrderedDict()
+        self._total_bytes = self._passing_bytes = 0
         self._failed_until_s = 0.0
         self.evicted_count = 0
         with os_errors("cannot use", folder):
@@ -82,6 +82,8 @@ class LruFolder:
             if size_bytes is None:
                 return None
             self._sizes.move_to_end(name)
+            if name in self._passing:
+                self._passing.move_to_end(name)
         try:
             with self._path(name).open("rb") as file:
                 data = file.read(size_bytes + 1)
@@ -91,8 +93,15 @@ class LruFolder:
             return None
         return Found(data, written_s)
 
-    def put(self, name: str, data: bytes | memoryview) -> bool:
-        """Keep a file, if that is possible; whether it was."""
+    def put(self, name: str, data: bytes | memoryview, *, is_passing: bool = False) -> bool:
+        """Keep a file, if that is possible; whether it was.
+
+        Args:
+            name: Its name.
+            data: Its content.
+            is_passing: It is one of more files than fit, read one after another: such ones may
+                take half of the folder, and then push out each other.
+        """
         if self.is_failing or not self._make_room(len(data)):
             return False
         path = self._path(name)
@@ -114,6 +123,10 @@ class LruFolder:
         with self._lock:
             self._total_bytes -= self._sizes.pop(name, 0)
             self._sizes[name] = len(data)
+            self._passing_bytes -= self._passing.pop(name, 0)
+            if is_passing:
+                self._passing[name] = len(data)
+                self._passing_bytes += len(data)
         return True
 
     def drop(self, name: str) -> None:
@@ -121,40 +134,23 @@ class LruFolder:
         with self._lock:
             self._forget(name)
 
-    @contextmanager
-    def pinned(self, names: Iterable[str]) -> Iterator[None]:
-        """Let none of these go meanwhile."""
-        chosen = list(names)
-        with self._lock:
-            self._pins.update(chosen)
-        try:
-            yield
-        finally:
-            with self._lock:
-                for name in chosen:
-                    self._pins[name] -= 1
-                    if self._pins[name] <= 0:
-                        del self._pins[name]
-
     def _make_room(self, size_bytes: int) -> bool:
-        """Count so much more, after removing what nobody uses; False: there is no room for it."""
+        """Count so much more, after removing what was not used; False: it will never fit."""
+        if size_bytes > self.limit_bytes:
+            return False
         with self._lock:
-            left_count = len(self._sizes)
-            while self._total_bytes + size_bytes > self.limit_bytes and left_count:
-                oldest = next(iter(self._sizes))
-                left_count -= 1
-                if oldest in self._pins:
-                    self._sizes.move_to_end(oldest)
-                else:
-                    self._forget(oldest)
-                    self.evicted_count += 1
+            while self._total_bytes + size_bytes > self.limit_bytes and self._sizes:
+                is_much = self._passing_bytes > self.limit_bytes * _PASSING_SHARE
+                self._forget(next(iter(self._passing if is_much else self._sizes)))
+                self.evicted_count += 1
             if self._total_bytes + size_bytes > self.limit_bytes:
-                return False
+                return False  # others are being written
             self._total_bytes += size_bytes
             return True
 
     def _forget(self, name: str) -> None:
         size_bytes = self._sizes.pop(name, None)
+        self._passing_bytes -= self._passing.pop(name, 0)
         if size_bytes is not None:
             self._total_bytes -= size_bytes
             with suppress(OSError):

@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import NamedTuple
 
-from thinwire.errors import Unavailable
+from thinwire.errors import AccessDenied, Unavailable
 from thinwire.follow.leases import LeaseKeeper
 from thinwire.store import Store
 from thinwire.store.clock import Clock, SystemClock
@@ -14,6 +14,8 @@ from thinwire.stream.records import LEASE_TTL_S
 
 _LOG = logging.getLogger("thinwire")
 MAX_HOLDERS = 20_000
+# Whoever may not write is asked again then: its rights may have been mended.
+_REFUSED_S = 300.0
 
 
 class Need(NamedTuple):
@@ -77,21 +79,46 @@ class UpstreamLease:
     Args:
         store: The store, without retries.
         needs: What the followers need.
+        clock: Tells the time.
     """
 
-    def __init__(self, store: Store, needs: Needs) -> None:
+    def __init__(self, store: Store, needs: Needs, clock: Clock | None = None) -> None:
         self._store = store
         self._needs = needs
+        self._clock = clock or SystemClock()
         self._keeper = LeaseKeeper(store)
         self._lock = threading.Lock()
         self._version: int | None = None
+        self._refused_s: float | None = None
         self._is_told = False
+        self._is_tried = False
 
     @property
     def is_due(self) -> bool:
         """Whether an older version is needed than the store was told of."""
         oldest = self._needs.oldest()
         return oldest is not None and (self._version is None or oldest.version < self._version)
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether the store has taken or refused one."""
+        return self._is_tried
+
+    @property
+    def _is_refused(self) -> bool:
+        return self._refused_s is not None and self._clock.now() - self._refused_s < _REFUSED_S
+
+    def check_may_write(self) -> None:
+        """Let a follower that could write its own lease know that nobody writes one for it.
+
+        Raises:
+            AccessDenied: The store took none.
+        """
+        if self._is_refused:
+            raise AccessDenied(
+                "this relay may not write leases",
+                hint="Let it write leases/, or let its followers write their own",
+            )
 
     def renew(self) -> None:
         """Write it, where it is time to."""
@@ -100,17 +127,23 @@ class UpstreamLease:
             if oldest is None:
                 self._end()
                 return
+            if self._is_refused:
+                return
             before = None
             if self._version is not None and oldest.version < self._version:
                 # A keeper writes rarely, and this is needed now.
                 before, self._keeper = self._keeper, LeaseKeeper(self._store)
             error = self._keeper.renew(oldest.lineage, oldest.version)
             if error is None:
-                if before is not None:
-                    before.end()
-                self._version = oldest.version
+                self._written(before, oldest.version)
                 return
-            self._keeper = before or self._keeper
+            if before is not None:
+                self._keeper = before
+            elif not error.retryable:
+                # That one writes no more.
+                self._keeper, self._version = LeaseKeeper(self._store), None
+            if isinstance(error, AccessDenied):
+                self._refused_s, self._is_tried = self._clock.now(), True
             if not self._is_told:
                 self._is_told = True
                 _LOG.warning(
@@ -119,10 +152,19 @@ class UpstreamLease:
                     error.message,
                 )
 
-    def end(self) -> None:
-        """Remove it."""
+    def end_unneeded(self) -> None:
+        """Remove it, unless somebody needs it: it ends by itself."""
         with self._lock:
-            self._end()
+            if self._needs.oldest() is None:
+                self._end()
+
+    def _written(self, before: LeaseKeeper | None, version: int) -> None:
+        if before is not None:
+            before.end()
+        self._version, self._refused_s, self._is_tried = version, None, True
+        if self._is_told:
+            self._is_told = False
+            _LOG.warning("what the followers of this relay need is told again")
 
     def _end(self) -> None:
         self._keeper.end()

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from thinwire.errors import FormatError, NotFound, StoreError, StreamError, ThinwireError
+from thinwire.errors import (
+    Corrupt,
+    FormatError,
+    NotFound,
+    StoreError,
+    StreamError,
+    ThinwireError,
+    Unavailable,
+)
 from thinwire.follow.proving import limit_of, prove
 from thinwire.relay.files import LruFolder
 from thinwire.relay.upstream import Upstream
@@ -17,6 +25,7 @@ from thinwire.relay.workers import Flights, done
 from thinwire.store.clock import Clock, SystemClock
 from thinwire.stream import keys
 from thinwire.stream.blocks import ObjectRecord, digest_of
+from thinwire.stream.encoding import MAX_SMALL_BYTES
 from thinwire.stream.places import HINTS, REMADE, Place, objects_of, place_of
 from thinwire.stream.records import Anchor, Head, Manifest, Merge, StreamRecord
 
@@ -27,10 +36,16 @@ ABSENT_FRESH_S = 0.2
 REMADE_FRESH_S = 60.0
 MAX_MEMORY_BYTES = 32 << 20
 _MAX_ENTRIES = 100_000
-# What an entry takes beside its bytes, about: absent ones are small but may be many.
+# Keys that nothing lies at; whoever asks for many of those pushes out no record.
+_MAX_ABSENT = 10_000
+# Lineages that no record names: so many keys of such are asked for in a second.
+_UNKNOWN_PER_S = 20
+# Versions that were there, and are looked for on the disk when they have gone.
+_MOST_FORGOTTEN = 100_000
 _ENTRY_BYTES = 512
 _DIGEST_LETTERS = 64
 _NOTHING: Mapping[str, ObjectRecord] = {}
+_IDENTITY = Place("stream", keys.STREAM)
 
 
 class Held(NamedTuple):
@@ -40,12 +55,14 @@ class Held(NamedTuple):
         data: Its bytes; None: there was none.
         read_s: When it was read, by the clock.
         objects: The objects it names, by key.
+        objects_bytes: What they have together.
         age_s: How old it is, where the store could not be asked; None: it is as the store has it.
     """
 
     data: bytes | None
     read_s: float
     objects: Mapping[str, ObjectRecord] = _NOTHING
+    objects_bytes: int = 0
     age_s: float | None = None
 
 
@@ -76,6 +93,8 @@ class Records:
         self._lock = threading.Lock()
         self._held: OrderedDict[str, Held] = OrderedDict()
         self._held_bytes = 0
+        self._absent: OrderedDict[str, Held] = OrderedDict()
+        self._unknown_s: deque[float] = deque(maxlen=_UNKNOWN_PER_S)
         self._flights: Flights[str, Held] = Flights()
         self._stream = ""
         self.newest: dict[str, int] = {}
@@ -89,14 +108,14 @@ class Records:
             Unavailable: The store is away, and it is not held here.
         """
         with self._lock:
-            held = self._held.get(place.key)
-            if held is not None:
+            held = self._absent.get(place.key) or self._held.get(place.key)
+            if held is not None and held.data is not None:
                 self._held.move_to_end(place.key)
         if held is not None and self._is_fresh(place, held):
             return done(held)
         flight, is_new = self._flights.join(place.key)
         if is_new:
-            self._upstream.workers.submit(lambda: self._fly(place, flight))
+            self._upstream.record_workers.submit(lambda: self._fly(place, flight))
         return flight
 
     def read(self, place: Place, timeout_s: float = 120.0) -> bytes:
@@ -133,8 +152,37 @@ class Records:
     def look_again(self) -> None:
         """Let nothing count as missing any more: there is news."""
         with self._lock:
-            for key in [key for key, held in self._held.items() if held.data is None]:
-                self._pop(key)
+            self._absent.clear()
+
+    def is_gone(self, place: Place, timeout_s: float) -> bool:
+        """Whether the store says that what is held of a place is not there any more.
+
+        For a thread that may wait; not one of the workers.
+
+        Raises:
+            TimeoutError, ThinwireError: It says nothing of use.
+        """
+        flight: Future[bool] = Future()
+
+        def look() -> None:
+            try:
+                self._fetch(place)
+            except NotFound:
+                flight.set_result(True)
+            except Exception as error:
+                flight.set_exception(error)
+            else:
+                flight.set_result(False)
+
+        self._upstream.record_workers.submit(look)
+        return flight.result(timeout_s)
+
+    def forget_lineage(self, lineage: str) -> None:
+        """Have all versions of a lineage read again: some have gone."""
+        newest = self.newest.pop(lineage, 0)
+        for version in range(newest, max(0, newest - _MOST_FORGOTTEN), -1):
+            key = keys.manifest(lineage, version)
+            self.forget(Place("manifest", key, lineage, version=version))
 
     def fail_all(self, error: ThinwireError) -> None:
         """The store went away: answer those who wait with what is held."""
@@ -163,7 +211,7 @@ class Records:
     def held_back(self, place: Place) -> Held | None:
         """What is held of a place while the store is away; None: it cannot be told."""
         with self._lock:
-            held = self._held.get(place.key)
+            held = self._absent.get(place.key) or self._held.get(place.key)
         if held is None or (held.data is None and place.kind in HINTS):
             held = self._kept(place) or held
         if held is not None:
@@ -177,6 +225,10 @@ class Records:
 
     def _is_fresh(self, place: Place, held: Held) -> bool:
         age_s = self.age_of(held)
+        is_passing = held.data is None or place.kind in HINTS
+        if is_passing and self._upstream.away_s is not None:
+            # Whoever asks is to know that it may be old.
+            return False
         if held.data is None:
             return age_s < ABSENT_FRESH_S
         if place.kind in HINTS:
@@ -198,6 +250,7 @@ class Records:
             if kept is not None and self._is_fresh(place, kept):
                 return kept
         try:
+            self._check_known(place)
             return self._fetch(place)
         except NotFound:
             return self._keep(place, Held(None, self._clock.now()))
@@ -208,16 +261,44 @@ class Records:
             raise
         except StoreError:
             held = self.held_back(place)
-            if held is None:
+            if held is None or (held.data is None and self._upstream.away_s is None):
                 raise
             return held
 
+    def _check_known(self, place: Place) -> None:
+        """Let nobody send the relay after any number of lineages that do not exist.
+
+        Raises:
+            Unavailable: Too many were asked for in this second.
+        """
+        if not place.lineage or place.lineage in self.newest:
+            return
+        with self._lock:
+            now_s = self._clock.now()
+            is_full = len(self._unknown_s) == _UNKNOWN_PER_S
+            if is_full and now_s - self._unknown_s[0] < 1.0:
+                raise Unavailable(
+                    "too many lineages that nothing names were asked for just now",
+                    hint="Try again in a moment",
+                )
+            self._unknown_s.append(now_s)
+
     def _fetch(self, place: Place) -> Held:
-        data = self._upstream.call(
-            lambda store: store.get(place.key, limit_bytes=limit_of(place)),
-            is_small=place.kind in HINTS,
-        )
-        record = self._prove(place, data)
+        def get() -> bytes:
+            return self._upstream.call(
+                lambda store: store.get(place.key, limit_bytes=limit_of(place)),
+                is_small=limit_of(place) <= MAX_SMALL_BYTES,
+            )
+
+        data = get()
+        try:
+            record = self._prove(place, data)
+        except FormatError:
+            # It came in parts, or another stream has taken this one's place.
+            if place != _IDENTITY:
+                self._load(_IDENTITY)
+            data = get()
+            record = self._prove(place, data)
         held = self._keep(place, self._made(record, data, self._clock.now()))
         self._files.put(self._name(place), digest_of(data).encode() + data)
         return held
@@ -231,23 +312,32 @@ class Records:
         data = found.data[_DIGEST_LETTERS:]
         try:
             if digest_of(data).encode() != found.data[:_DIGEST_LETTERS]:
-                raise NotFound(f"{name} was changed")
+                raise Corrupt(f"{name} was changed")
             record = self._prove(place, data, is_held=True)
-        except ThinwireError:
+        except (FormatError, StreamError):
             self._files.drop(name)
+            return None
+        except ThinwireError:
+            # It cannot be proved now: nobody knows what stream it must be of.
             return None
         age_s = max(0.0, time.time() - found.written_s)
         return self._keep(place, self._made(record, data, self._clock.now() - age_s))
 
     def _prove(self, place: Place, data: bytes, *, is_held: bool = False) -> Any:
-        url = self._upstream.url
-        if place.kind not in ("stream", "head") and not self._stream:
-            identity = Place("stream", keys.STREAM)
-            if not is_held or self._kept(identity) is None:
-                self._load(identity)
-        record = prove(place, data, self._trusted_keys, url=url, stream=self._stream)
+        if (
+            place.kind not in ("stream", "head")
+            and not self._stream
+            and not (is_held and self._kept(_IDENTITY) is not None)
+        ):
+            self._load(_IDENTITY)
+        # Another stream may take this one's place, if it proves itself.
+        stream = "" if place.kind == "stream" else self._stream
+        record = prove(place, data, self._trusted_keys, url=self._upstream.url, stream=stream)
         if isinstance(record, StreamRecord):
             self._stream = record.stream
+        if isinstance(record, StreamRecord | Head) and keys.is_lineage(record.lineage):
+            # Whatever others ask for, this one is never refused.
+            self.newest.setdefault(record.lineage, 0)
         if isinstance(record, Manifest):
             newest = self.newest.get(record.lineage, 0)
             self.newest[record.lineage] = max(newest, record.version)
@@ -256,11 +346,17 @@ class Records:
     @staticmethod
     def _made(record: Any, data: bytes, read_s: float) -> Held:
         names = isinstance(record, Manifest | Merge | Anchor)
-        return Held(data, read_s, objects_of(record) if names else _NOTHING)
+        objects = objects_of(record) if names else _NOTHING
+        return Held(data, read_s, objects, sum(found.size for found in objects.values()))
 
     def _keep(self, place: Place, held: Held) -> Held:
         with self._lock:
             self._pop(place.key)
+            if held.data is None:
+                self._absent[place.key] = held
+                if len(self._absent) > _MAX_ABSENT:
+                    self._absent.popitem(last=False)
+                return held
             self._held[place.key] = held
             self._held_bytes += _bytes_of(held)
             while len(self._held) > 1 and (
@@ -270,6 +366,7 @@ class Records:
         return held
 
     def _pop(self, key: str) -> None:
+        self._absent.pop(key, None)
         held = self._held.pop(key, None)
         if held is not None:
             self._held_bytes -= _bytes_of(held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
@@ -9,22 +10,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.errors import Unavailable
+from thinwire.errors import AccessDenied, Unavailable
 from thinwire.follow import Stream
 from thinwire.relay.blocks import Blocks, BlockShelf
 from thinwire.relay.files import LruFolder
 from thinwire.relay.needs import Needs, UpstreamLease
-from thinwire.relay.records import Held, Records
+from thinwire.relay.records import Records
 from thinwire.relay.upstream import Upstream
 from thinwire.relay.watch import Watch
-from thinwire.relay.workers import Flights
+from thinwire.relay.workers import Flights, done
 from thinwire.store import Entry, Store, StoreWrapper
-from thinwire.stream.blocks import ObjectRecord
 from thinwire.stream.places import Place, place_of, record_keys
 
+_LOG = logging.getLogger("thinwire")
 # Of a cache's limit, what records may take: they are small, and last for good.
 _RECORDS_SHARE = 16
-MIN_CACHE_BYTES = 8 << 20
+# Less would not hold what is being passed on.
+MIN_CACHE_BYTES = 16 << 20
 PAGE = 1_000
 _LISTED_PAGES = 2
 # Looks for stalls, and whether the store is back.
@@ -45,7 +47,6 @@ class Folders:
         Raises:
             StoreError: They cannot be made or read.
         """
-        limit_bytes = max(limit_bytes, MIN_CACHE_BYTES)
         records_bytes = limit_bytes // _RECORDS_SHARE
         return cls(
             records=LruFolder(folder / "records", records_bytes),
@@ -97,10 +98,12 @@ class StreamRelay:
             largest_bytes=folders.shelf.files.limit_bytes,
         )
         self._listings: Flights[tuple[str, str], list[Entry]] = Flights()
+        self._first_leases: Flights[str, None] = Flights()
         self._listing = threading.Semaphore(_LISTED_PAGES)
-        self.upstream.on_away = self._on_away
+        self.upstream.on_stall = self._on_stall
         self.upstream.on_back = self.watch.wake
         self._is_stopped = threading.Event()
+        self._is_size_told = False
         self.served_bytes = 0
         self.request_count = 0
 
@@ -111,29 +114,77 @@ class StreamRelay:
         threading.Thread(target=self._tick, name="thinwire-tick", daemon=True).start()
 
     def stop(self) -> None:
-        """End, and the lease with it; nothing that hangs is waited for."""
+        """End; nothing that hangs is waited for.
+
+        The lease stays as long as somebody needs it, and ends by itself: followers say what they
+        need again only after minutes, and the relay may be back long before.
+        """
         self._is_stopped.set()
         self.watch.stop()
         ended = threading.Event()
 
         def end() -> None:
             with suppress(Exception):
-                self._lease.end()
+                self._lease.end_unneeded()
             ended.set()
 
-        self.upstream.workers.submit(end)
+        self.upstream.asides.submit(end)
         ended.wait(2.0)
-        self.upstream.workers.close()
+        self.upstream.close()
 
-    def need(self, place: Place, lineage: str) -> None:
-        """A follower needs a version.
+    def need(self, place: Place, lineage: str) -> Future[None]:
+        """A follower needs a version; done once it is known whether the store can be told.
 
         Raises:
+            AccessDenied: The relay may not write leases: the follower should do so itself.
             Unavailable: There are too many followers.
         """
+        self._lease.check_may_write()
         self.needs.put(place.holder, lineage, place.version)
-        if self._lease.is_due:
+        if not self._lease.is_due:
+            return done(None)
+        if self._lease.is_tried:
             self.watch.wake()
+            return done(None)
+        flight, is_new = self._first_leases.join("")
+        if is_new:
+            self.upstream.asides.submit(lambda: self._renew_first(flight))
+        return flight
+
+    def check_need(self, place: Place) -> None:
+        """Once that is known: whether it can.
+
+        Raises:
+            AccessDenied: It cannot.
+        """
+        try:
+            self._lease.check_may_write()
+        except AccessDenied:
+            self.needs.drop(place.holder, place.version)
+            raise
+
+    def _renew_first(self, flight: Future[None]) -> None:
+        try:
+            self._lease.renew()
+        finally:
+            self._first_leases.land(flight, None)
+            self._first_leases.forget("", flight)
+
+    def is_too_large(self, objects_bytes: int) -> bool:
+        """Whether objects that are read together do not fit into the cache."""
+        limit_bytes = self.shelf.files.limit_bytes
+        if objects_bytes <= limit_bytes:
+            return False
+        if not self._is_size_told:
+            self._is_size_told = True
+            _LOG.warning(
+                "%s: %d bytes are read together, and the cache takes %d: each follower that joins"
+                " costs a download; give a larger --limit-bytes",
+                self.name,
+                objects_bytes,
+                limit_bytes,
+            )
+        return True
 
     def named_by(self, place: Place) -> list[Place]:
         """The places of the records of which one names an object."""
@@ -151,7 +202,7 @@ class StreamRelay:
                 busy = Unavailable("too many listings are under way", hint="Try again in a moment")
                 self._listings.fail((prefix, after), flight, busy)
                 return flight
-            self.upstream.workers.submit(lambda: self._list(prefix, after, flight))
+            self.upstream.asides.submit(lambda: self._list(prefix, after, flight))
         return flight
 
     def _list(self, prefix: str, after: str, flight: Future[list[Entry]]) -> None:
@@ -165,7 +216,7 @@ class StreamRelay:
         finally:
             self._listing.release()
 
-    def _on_away(self, error: Unavailable) -> None:
+    def _on_stall(self, error: Unavailable) -> None:
         self.records.fail_all(error)
         self.blocks.fail_all(error)
         for key, flight in self._listings.take_all():
@@ -173,7 +224,11 @@ class StreamRelay:
 
     def _tick(self) -> None:
         while not self._is_stopped.wait(_TICK_S):
-            self.upstream.tick()
+            try:
+                self.upstream.tick()
+            except Exception:
+                # Only ticks find out that a store is back.
+                _LOG.exception("looking whether %s answers failed", self.upstream.url)
 
 
 class _HeldStore(StoreWrapper):
@@ -193,11 +248,6 @@ class _HeldStore(StoreWrapper):
     def list(self, prefix: str, *, after: str = "") -> Iterator[Entry]:
         """See ``Store.list``."""
         yield from self._upstream.call(lambda store: [*store.list(prefix, after=after)])
-
-
-def object_in(held: Held, key: str) -> ObjectRecord | None:
-    """The object that a record names by a key."""
-    return None if held.data is None else held.objects.get(key)
 
 
 def _first_page(store: Store, prefix: str, after: str) -> list[Entry]:

@@ -9,13 +9,13 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from thinwire.errors import ThinwireError
 from thinwire.relay.blocks import SPAN_BYTES, Block, Blocks
 from thinwire.relay.files import LruFolder
 from thinwire.relay.ranges import Span
-from thinwire.stream.blocks import ObjectRecord
 
 _LOG = logging.getLogger("thinwire")
 Message = MutableMapping[str, Any]
@@ -24,18 +24,25 @@ Send = Callable[[Message], Awaitable[None]]
 
 # What the blocks that readers are being sent may take, all readers together.
 SENDING_BYTES = 256 << 20
-PIECE_BYTES = 256 << 10
+# A reader that takes nothing has one of these, and another in its connection's buffer.
+PIECE_BYTES = 64 << 10
 _AHEAD_BYTES = 6 * SPAN_BYTES
 # Where others wait, a reader that has not taken its block after so long has to come back.
 _PATIENCE_S = 5.0
 _SLOW_BYTES_PER_S = 1 << 20
 
 
-class _Hold(NamedTuple):
-    digest: str
+@dataclass
+class _Hold:
+    """What one reader holds; ``since_s``: since when it is its turn to read, if it is."""
+
     size_bytes: int
-    since_s: float
     drop: Callable[[], object]
+    since_s: float | None = None
+
+    def begin(self) -> None:
+        """The block is there: from now on the reader can be slow."""
+        self.since_s = time.monotonic()
 
 
 class Budget:
@@ -58,8 +65,8 @@ class Budget:
         self.dropped_count = 0
 
     @asynccontextmanager
-    async def holding(self, block: Block, drop: Callable[[], object]) -> AsyncIterator[None]:
-        """Hold a block meanwhile; ``drop`` ends the reader that does."""
+    async def holding(self, block: Block, drop: Callable[[], object]) -> AsyncIterator[_Hold]:
+        """Hold a block meanwhile; ``drop`` ends the reader that does, once it was slow to read."""
         digest, size_bytes = block.digest, block.size_bytes
         while not self._has_room(digest, size_bytes):
             self._drop_slowest()
@@ -68,12 +75,12 @@ class Budget:
                 async with asyncio.timeout(1.0):
                     await self._freed.wait()
         number = next(self._numbers)
-        self._holds[number] = _Hold(digest, size_bytes, time.monotonic(), drop)
+        hold = self._holds[number] = _Hold(size_bytes, drop)
         self._counts[digest] = self._counts.get(digest, 0) + 1
         if self._counts[digest] == 1:
             self.used_bytes += size_bytes
         try:
-            yield
+            yield hold
         finally:
             del self._holds[number]
             self._counts[digest] -= 1
@@ -90,7 +97,7 @@ class Budget:
         now_s = time.monotonic()
         for hold in list(self._holds.values()):
             patience_s = max(_PATIENCE_S, hold.size_bytes / _SLOW_BYTES_PER_S)
-            if now_s - hold.since_s > patience_s:
+            if hold.since_s is not None and now_s - hold.since_s > patience_s:
                 self.dropped_count += 1
                 hold.drop()
                 return
@@ -101,7 +108,7 @@ class Sending:
 
     Args:
         blocks: Where its blocks come from.
-        files: Where they are kept: they do not go meanwhile.
+        files: Where they are kept.
         budget: What readers may hold.
         on_bytes: Told of what went out.
     """
@@ -116,8 +123,7 @@ class Sending:
 
     async def answer(
         self,
-        key: str,
-        record: ObjectRecord,
+        what: Block,
         span: Span,
         headers: list[tuple[bytes, bytes]],
         receive: Receive,
@@ -125,11 +131,19 @@ class Sending:
     ) -> None:
         """Send it.
 
+        Args:
+            what: The object, as its first block.
+            span: Which part of it.
+            headers: Of the answer.
+            receive: Tells when the reader goes.
+            send: Takes the answer.
+
         Raises:
             ThinwireError: It cannot be had. Nothing was sent.
         """
+        record = what.record
         numbers = range(span.start // record.block, -(-span.stop // record.block))
-        if error := self._blocks.known_wrong(key, record, numbers):
+        if error := self._blocks.known_wrong(what.key, record, numbers):
             raise error
         start = {"type": "http.response.start", "status": 206 if span.is_part else 200,
                  "headers": headers}  # fmt: skip
@@ -137,7 +151,7 @@ class Sending:
             await send(start)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
-        task = asyncio.ensure_future(self._send(key, record, span, numbers, start, send))
+        task = asyncio.ensure_future(self._send(what, span, numbers, start, send))
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
             await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -149,35 +163,29 @@ class Sending:
                 await task
 
     async def _send(
-        self,
-        key: str,
-        record: ObjectRecord,
-        span: Span,
-        numbers: range,
-        start: Message,
-        send: Send,
+        self, what: Block, span: Span, numbers: range, start: Message, send: Send
     ) -> None:
         own = asyncio.current_task()
         assert own is not None
         is_started = False
-        with self._files.pinned(record.blocks[number] for number in numbers):
-            for number in numbers:
-                block = Block(key, record, number)
-                async with self._budget.holding(block, own.cancel):
-                    try:
-                        data = await self._block(block, numbers.stop)
-                    except ThinwireError as error:
-                        if not is_started:
-                            raise
-                        # The reader sees that the answer broke off, and asks again.
-                        _LOG.info("an answer breaks off: %s", error)
-                        return
+        for number in numbers:
+            block = what._replace(number=number)
+            async with self._budget.holding(block, own.cancel) as hold:
+                try:
+                    data = await self._block(block, numbers.stop)
+                except ThinwireError as error:
                     if not is_started:
-                        await send(start)
-                        is_started = True
-                    low, high = record.span(number)
-                    view = memoryview(data)[max(span.start, low) - low : min(span.stop, high) - low]
-                    await self._pieces(view, number + 1 == numbers.stop, send)
+                        raise
+                    # The reader sees that the answer broke off, and asks again.
+                    _LOG.info("an answer breaks off: %s", error)
+                    return
+                if not is_started:
+                    await send(start)
+                    is_started = True
+                hold.begin()
+                low, high = block.record.span(number)
+                view = memoryview(data)[max(span.start, low) - low : min(span.stop, high) - low]
+                await self._pieces(view, number + 1 == numbers.stop, send)
 
     async def _block(self, block: Block, stop: int) -> bytes:
         flight = self._blocks.want(block, stop)

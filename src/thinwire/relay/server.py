@@ -16,42 +16,51 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 
 from thinwire.errors import (
+    AccessDenied,
     FormatError,
     InvalidArgument,
     NotFound,
     ThinwireError,
     Unavailable,
 )
+from thinwire.relay.blocks import Block
 from thinwire.relay.metrics import metrics_text
 from thinwire.relay.ranges import Span, span_of
 from thinwire.relay.records import Held
-from thinwire.relay.relay import PAGE, StreamRelay, object_in
+from thinwire.relay.relay import PAGE, StreamRelay
 from thinwire.relay.sending import Budget, Message, Receive, Send, Sending
+from thinwire.store.http_store import ABSENT_HEADER, AGE_HEADER
 from thinwire.store.store import check_prefix
 from thinwire.stream import keys
-from thinwire.stream.blocks import ObjectRecord, digest_of
+from thinwire.stream.blocks import digest_of
 from thinwire.stream.encoding import MAX_SMALL_BYTES, parse_hint
 from thinwire.stream.places import DATA, REMADE, Place, place_of
 from thinwire.stream.records import Lease
-from thinwire.web import Role, Tokens
+from thinwire.web import Role, Tokens, is_local_host
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger("thinwire")
-AGE_HEADER = b"thinwire-age-s"
+# Tells an object that is not there from anything else that a 404 may mean.
+ABSENT = (ABSENT_HEADER.encode(), b"1")
 RESERVED_NAMES = frozenset({"o", "list", "health", "metrics"})
 _BODY_WITHIN_S = 10.0
+# So long a follower waits to hear whether a lease can be written at all.
+_LEASE_WITHIN_S = 3.0
 _MAX_QUERY_FIELDS = 8
+_MOST_NAMED = 20
 # A record that names no such object any more is read again, unless it was read just now.
 _DOUBT_AFTER_S = 1.0
 _CODES = {400: "invalid-argument", 401: "unauthorized", 403: "forbidden", 404: "not-found",
-          405: "method-not-allowed", 408: "timeout", 413: "too-large", 416: "range"}  # fmt: skip
+          405: "method-not-allowed", 408: "timeout", 413: "too-large", 416: "range",
+          421: "no-such-stream"}  # fmt: skip
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -59,8 +68,16 @@ Headers = list[tuple[bytes, bytes]]
 class _Refused(Exception):
     """An answer that is an error of the request's own."""
 
-    def __init__(self, status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = ()):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        *,
+        hint: str = "",
+    ) -> None:
         super().__init__(message)
+        self.hint = hint
         self.status = status
         self.message = message
         self.headers = list(headers)
@@ -104,12 +121,19 @@ class RelayApp:
         try:
             await self._answer(request)
         except _Refused as refused:
-            facts = {"code": _CODES[refused.status], "message": refused.message, "hint": ""}
+            facts = {
+                "code": _CODES[refused.status],
+                "message": refused.message,
+                "hint": refused.hint,
+            }
             await _send_json(request, refused.status, {"error": facts}, refused.headers)
         except ThinwireError as error:
             facts = {"code": error.code, "message": error.message, "hint": error.hint}
             status, headers = _status_of(error), _age(error.context.get("age_s"))
-            if status == 503:
+            if status == 404:
+                headers.append(ABSENT)
+            if status == 503 and not error.context.get("is_away"):
+                # A store that is away stays so: whoever can ask it should.
                 headers.append((b"retry-after", b"1"))
             await _send_json(request, status, {"error": facts}, headers)
 
@@ -118,6 +142,7 @@ class RelayApp:
             self._check_method(request, "GET", "HEAD")
             await _send_json(request, 200, {"status": "ok"})
             return
+        self._check_host(request)
         if request.path == "/metrics":
             self._check_method(request, "GET", "HEAD")
             self._check_role(request, Role.READ)
@@ -133,7 +158,14 @@ class RelayApp:
             return
         place = place_of(path.removeprefix("/o/")) if path.startswith("/o/") else None
         if place is None:
-            raise _Refused(404, "there is no such object in a stream")
+            is_key = path.startswith("/o/")
+            raise _Refused(
+                404,
+                "there is no such object in a stream",
+                [ABSENT] if is_key else [],
+                hint=f"Objects of {relay.name} are below /{relay.name}/o/, a listing is at "
+                f"/{relay.name}/list",
+            )
         if place.kind == "lease":
             await self._lease(request, relay, place)
             return
@@ -148,9 +180,24 @@ class RelayApp:
         relay = self._relays.get(name)
         if relay is not None:
             return relay, slash + rest
-        if self._only is not None:
+        if self._only is not None and (name in RESERVED_NAMES or not slash):
             return self._only, path
-        raise _Refused(404, "there is no such stream here")
+        known = ", ".join(sorted(self._relays)[:_MOST_NAMED])
+        raise _Refused(
+            421,
+            "there is no such stream here",
+            hint=f"Here are: {known}. Objects are below /NAME/o/, a listing is at /NAME/list",
+        )
+
+    def _check_host(self, request: _Request) -> None:
+        host = request.headers.get(b"host", b"").decode("latin-1")
+        if not self._tokens and not is_local_host(host):
+            # A web page may have had a browser ask here under its own name.
+            raise _Refused(
+                421,
+                "without tokens this relay answers to names of this machine only",
+                hint="Ask for localhost or 127.0.0.1, or give the relay --tokens",
+            )
 
     def _check_role(self, request: _Request, role: Role) -> None:
         given = request.headers.get(b"authorization", b"").decode("latin-1")
@@ -181,7 +228,8 @@ class RelayApp:
             relay.served_bytes += len(body)
 
     async def _send_object(self, request: _Request, relay: StreamRelay, place: Place) -> None:
-        named_at, record = await self._object(relay, place)
+        named_at, held = await self._object(relay, place)
+        record = held.objects[place.key]
         etag = f'"{record.digest}"'.encode()
         span = _span(request, record.size, etag)
         headers = _object_headers(span, record.size, etag, b"application/octet-stream")
@@ -193,24 +241,26 @@ class RelayApp:
             relay.served_bytes += byte_count
 
         sending = Sending(relay.blocks, relay.shelf.files, self._budget, count)
+        is_passing = relay.is_too_large(held.objects_bytes)
+        what = Block(place.key, record, 0, is_passing)
         try:
-            await sending.answer(place.key, record, span, headers, request.receive, request.send)
+            await sending.answer(what, span, headers, request.receive, request.send)
         except NotFound:
             if named_at.kind in REMADE:
                 # A maintainer has retired it, and may make it again.
                 relay.records.forget(named_at)
             raise
 
-    async def _object(self, relay: StreamRelay, place: Place) -> tuple[Place, ObjectRecord]:
-        """An object's record, and the place of the record that names it."""
+    async def _object(self, relay: StreamRelay, place: Place) -> tuple[Place, Held]:
+        """The record that names an object, and its place."""
         for named_at in relay.named_by(place):
             held = await _awaited(relay.records.find(named_at))
-            record = object_in(held, place.key)
-            if record is None and named_at.kind in REMADE and held.data is not None:
+            is_named = place.key in held.objects
+            if not is_named and named_at.kind in REMADE and held.data is not None:
                 held = await self._read_again(relay, named_at, held)
-                record = object_in(held, place.key)
-            if record is not None:
-                return named_at, record
+                is_named = place.key in held.objects
+            if is_named:
+                return named_at, held
         raise NotFound(
             f"no manifest of {relay.upstream.url} names {place.key}", hint="Check the key"
         )
@@ -245,8 +295,19 @@ class RelayApp:
             fits = (lease.holder, lease.version) == (place.holder, place.version)
             if not fits or not keys.is_lineage(lease.lineage):
                 raise _Refused(400, "the lease is of another follower or version than its key")
-            relay.need(place, lease.lineage)
+            await self._need(relay, place, lease.lineage)
         await _send(request, 204, b"", b"")
+
+    @staticmethod
+    async def _need(relay: StreamRelay, place: Place, lineage: str) -> None:
+        try:
+            flight = relay.need(place, lineage)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LEASE_WITHIN_S):
+                    await _awaited(flight)
+            relay.check_need(place)
+        except AccessDenied as error:
+            raise _Refused(403, error.message, hint=error.hint) from None
 
 
 async def _awaited(flight: Future[T]) -> T:
@@ -297,7 +358,7 @@ def _object_headers(span: Span, size_bytes: int, etag: bytes, kind: bytes) -> He
 
 
 def _age(age_s: float | None) -> Headers:
-    return [] if age_s is None else [(AGE_HEADER, f"{age_s:.1f}".encode())]
+    return [] if age_s is None else [(AGE_HEADER.encode(), f"{age_s:.1f}".encode())]
 
 
 def _status_of(error: ThinwireError) -> int:

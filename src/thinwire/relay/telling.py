@@ -65,14 +65,15 @@ class Telling:
             self._url,
             self._is_closed,
             on_head=self._on_head,
-            # What cut the hub off may have cut off the store.
-            on_connected=lambda is_connected: self._relay.upstream.hurry(),
+            # What cut the hub off may have cut off the store: it looks at once as well.
+            on_connected=self._relay.watch.expect_wakes,
         )
         threads = [start(self._beat, "thinwire-report"), start(listening.run, "thinwire-listen")]
         try:
             yield
         finally:
             self._is_closed.set()
+            self._relay.watch.expect_wakes(False)
             end_s = time.monotonic() + _END_S
             for thread in threads:
                 thread.join(max(0.0, end_s - time.monotonic()))

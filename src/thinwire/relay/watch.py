@@ -9,13 +9,14 @@ import time
 from collections import deque
 from concurrent.futures import Future
 
-from thinwire.errors import ThinwireError, Unavailable
+from thinwire.errors import FormatError, StreamError, ThinwireError, Unavailable
 from thinwire.follow import Stream
 from thinwire.relay.blocks import SPAN_BYTES, Block, Blocks
 from thinwire.relay.needs import UpstreamLease
 from thinwire.relay.records import Records
 from thinwire.relay.upstream import Upstream
-from thinwire.stream.places import objects_of
+from thinwire.stream import keys
+from thinwire.stream.places import Place, objects_of
 from thinwire.stream.polling import MAX_WAIT_S, Cadence
 from thinwire.stream.records import Manifest
 
@@ -26,6 +27,8 @@ _AHEAD_BYTES = 8 * SPAN_BYTES
 # Of all that can be kept; more would push out what is in use.
 _LARGEST_SHARE = 0.5
 _FETCH_WITHIN_S = 3600.0
+_CHECK_S = 30.0
+_ANSWER_WITHIN_S = 30.0
 
 
 class Watch:
@@ -67,9 +70,12 @@ class Watch:
         self._stream = stream
         self._cadence = Cadence()
         self._woken = threading.Event()
+        self._is_called = False
         self._is_stopped = False
         self._is_renewing = False
-        self._fetching: threading.Thread | None = None
+        self._failures = 0
+        self._told = ""
+        self._checked_s = time.monotonic()
         self._wanted: deque[Manifest] = deque(maxlen=_MOST_STEPS)
         self._is_wanted = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -91,6 +97,11 @@ class Watch:
         self._upstream.hurry()
         self._woken.set()
 
+    def expect_wakes(self, is_expected: bool) -> None:
+        """Whether :meth:`wake` will be called for each version: then looks are few."""
+        self._is_called = is_expected
+        self.wake()
+
     def stop(self) -> None:
         """End; a look that runs is not waited for."""
         self._is_stopped = True
@@ -99,24 +110,77 @@ class Watch:
 
     def _run(self) -> None:
         while not self._is_stopped:
-            try:
-                self._renew()
-                self._look()
-            except Unavailable:
-                # Told by the upstream itself.
-                pass
-            except (ThinwireError, TimeoutError) as error:
-                _LOG.warning("cannot look for new versions: %s", error)
-            except Exception:
-                # A bug must not leave followers without their looks.
-                _LOG.exception("looking for new versions failed")
-            wait_s = self._cadence.wait_s(time.monotonic(), self._poll_s, random.random())
+            self._try()
+            wait_s = self._cadence.wait_s(
+                time.monotonic(), self._poll_s, random.random(), is_called=self._is_called
+            )
+            if self._failures:
+                wait_s = max(wait_s, self._poll_s * 2 ** min(self._failures, 5))
             if self._woken.wait(min(wait_s, MAX_WAIT_S)):
                 self._woken.clear()
+
+    def _try(self) -> None:
+        """Look once; what goes wrong is said once, and no look is the last one."""
+        try:
+            self._renew()
+            self._check_held()
+            self._look()
+        except Unavailable:
+            # Told by the upstream itself.
+            return
+        except (ThinwireError, TimeoutError) as error:
+            self._failures += 1
+            if isinstance(error, FormatError | StreamError):
+                # Of a stream that was replaced nothing fits any more.
+                self.head = None
+            told = str(error) or "no answer in time"
+            if told != self._told:
+                self._told = told
+                _LOG.warning("cannot look for new versions: %s", told)
+            return
+        except Exception:
+            # A bug must not leave followers without their looks.
+            _LOG.exception("looking for new versions failed")
+            self._failures += 1
+            return
+        if self._told:
+            self._told = ""
+            _LOG.warning("looking for new versions works again")
+        self._failures = 0
+
+    def _check_held(self) -> None:
+        """See now and then whether the newest version is still there.
+
+        Of a stream that was replaced, or set back, looks for the next one would wait for ever.
+        """
+        head, now_s = self.head, time.monotonic()
+        if head is None or now_s - self._checked_s < _CHECK_S:
+            return
+        self._checked_s = now_s
+        key = keys.manifest(head.lineage, head.version)
+        place = Place("manifest", key, head.lineage, version=head.version)
+        try:
+            if not self._records.is_gone(place, _ANSWER_WITHIN_S):
+                return
+        except (FormatError, StreamError):
+            # It is of another stream, or another one.
+            pass
+        _LOG.warning(
+            "version %d (%s) is not in %s any more: the stream was replaced or set back",
+            head.version,
+            head.lineage,
+            self._upstream.url,
+        )
+        self._records.forget_lineage(head.lineage)
+        self._cadence = Cadence()
+        self.head = None
 
     def _look(self) -> None:
         found: list[Manifest] = []
         at = self.head
+        if at is None:
+            # The stream that was there when last asked may not be the one that is there now.
+            self._stream.forget()
         while at is not None and len(found) <= _MOST_STEPS:
             following = self._stream.manifest(at.lineage, at.version + 1)
             if following is None or following.kind == "end":
@@ -151,7 +215,7 @@ class Watch:
             finally:
                 self._is_renewing = False
 
-        self._upstream.workers.submit(renew)
+        self._upstream.asides.submit(renew)
 
     def _fetch(self) -> None:
         while not self._is_stopped:
@@ -163,6 +227,8 @@ class Watch:
                     self._fetch_version(manifest)
                 except (ThinwireError, TimeoutError) as error:
                     _LOG.info("version %d is not fetched ahead: %s", manifest.version, error)
+                except Exception:
+                    _LOG.exception("fetching version %d ahead failed", manifest.version)
 
     def _fetch_version(self, manifest: Manifest) -> None:
         if manifest.kind != "delta" or manifest.payload_bytes > self._largest_bytes:

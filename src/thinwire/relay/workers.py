@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from typing import Any, Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
+_LOG = logging.getLogger("thinwire")
 # Threads that hang in a call are given up, but not without end.
 _MOST_GIVEN_UP = 64
 
@@ -33,7 +35,7 @@ class Workers:
         self._is_closed = False
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Do it on one of the threads. ``work`` sees to its own errors."""
+        """Do it on one of the threads. ``work`` sees to its own errors; others are logged."""
         with self._lock:
             if not self._threads and not self._is_closed:
                 self._start()
@@ -81,7 +83,47 @@ class Workers:
 
 def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (work := queue.get()) is not None:
-        work()
+        try:
+            work()
+        except Exception:
+            # Nothing would start the thread again.
+            _LOG.exception("work of a relay failed")
+
+
+class Room:
+    """So many bytes may be on their way at once."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._is_retired = False
+        self._condition = threading.Condition()
+
+    def take(self, size_bytes: int) -> bool:
+        """Wait until there is room; one alone always has it. False: go to the room after this."""
+        with self._condition:
+            while (
+                not self._is_retired
+                and self._used_bytes
+                and self._used_bytes + size_bytes > self._limit_bytes
+            ):
+                self._condition.wait()
+            if self._is_retired:
+                return False
+            self._used_bytes += size_bytes
+            return True
+
+    def give(self, size_bytes: int) -> None:
+        """Give back what was taken."""
+        with self._condition:
+            self._used_bytes -= size_bytes
+            self._condition.notify_all()
+
+    def retire(self) -> None:
+        """What is taken may never come back: send away whoever waits for it."""
+        with self._condition:
+            self._is_retired = True
+            self._condition.notify_all()
 
 
 class Flights(Generic[K, V]):

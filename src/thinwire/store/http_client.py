@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import socket
 import ssl
 import threading
 import time
@@ -19,21 +20,36 @@ from typing import NamedTuple
 from urllib.parse import SplitResult
 
 from thinwire.errors import LimitExceeded, StoreError, Unavailable
+from thinwire.store.lines import Line, TooMuchSent
 
 MAX_ERROR_BYTES = 1 << 14
 _KEPT = 32
 _READ_BYTES = 1 << 18
-# A server that gives less than this, once it has had a while, is as good as silent.
-_SLOWEST_BYTES_PER_S = 4096
-_PATIENCE_S = 30.0
+# Of an answer's head: interim answers and headers, however many there are.
+_MAX_HEAD_BYTES = 256 << 10
 _MAX_HEADER = 1024
 
 
 class Timeouts(NamedTuple):
-    """Seconds to connect, and between two pieces of an answer."""
+    """When to give up.
+
+    Attributes:
+        connect_s: Seconds until there is a connection.
+        read_s: Seconds in which nothing at all comes.
+        head_s: Seconds from the request on until the head of the answer is there.
+        patience_s: Seconds that a body has in any case ...
+        slowest_bytes_per_s: ... and beside them the time that it takes at this pace.
+    """
 
     connect_s: float = 10.0
     read_s: float = 60.0
+    head_s: float = 60.0
+    patience_s: float = 30.0
+    slowest_bytes_per_s: float = 64 << 10
+
+    def body_s(self, size_bytes: int) -> float:
+        """Seconds that a body of a size may take."""
+        return self.patience_s + size_bytes / self.slowest_bytes_per_s
 
 
 DEFAULT_TIMEOUTS = Timeouts()
@@ -65,7 +81,7 @@ class HttpClient:
         self._token = token
         self._timeouts = timeouts
         self._lock = threading.Lock()
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[_Connection] = []
         self._process = os.getpid()
         self._tls: ssl.SSLContext | None = None
 
@@ -98,16 +114,16 @@ class HttpClient:
                 return self._ask(connection, method, target, limit_bytes, body, headers or {})
             except _WasClosed:
                 # A kept connection, which the server had given up: nothing was answered.
-                connection.close()
+                connection.shut()
                 if is_fresh:
                     raise Unavailable("the server closed the connection") from None
             except BaseException:
-                connection.close()
+                connection.shut()
                 raise
 
     def _ask(
         self,
-        connection: http.client.HTTPConnection,
+        connection: _Connection,
         method: str,
         target: str,
         limit_bytes: int,
@@ -118,20 +134,31 @@ class HttpClient:
         if self._token:
             given["Authorization"] = f"Bearer {self._token}"
         with _errors():
+            line, timeouts = connection.line, self._timeouts
+            line.give(timeouts.head_s, _MAX_HEAD_BYTES, silence_s=timeouts.read_s)
             try:
                 connection.request(method, target, body=body or None, headers=given)
                 response = connection.getresponse()
             except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
                 raise _WasClosed from None
             found = {name.lower(): value[:_MAX_HEADER] for name, value in response.headers.items()}
-            data = response.read() if method == "HEAD" else _read(response, found, limit_bytes)
+            data = b""
+            if method == "HEAD":
+                response.read()
+            elif (size_bytes := _body_bytes(response, found, limit_bytes)) is not None:
+                line.give(
+                    timeouts.body_s(size_bytes),
+                    size_bytes + _MAX_HEAD_BYTES,
+                    silence_s=timeouts.read_s,
+                )
+                data = _read(response, size_bytes)
         if response.isclosed() and not response.will_close:
             self._keep(connection)
         else:
-            connection.close()
+            connection.shut()
         return Answer(response.status, found, data)
 
-    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
+    def _connection(self) -> tuple[_Connection, bool]:
         """A connection, and whether it is new."""
         with self._lock:
             if self._process != os.getpid():
@@ -142,27 +169,77 @@ class HttpClient:
         with _errors():
             connection = self._made()
             connection.connect()
-            connection.sock.settimeout(self._timeouts.read_s)
         return connection, True
 
-    def _made(self) -> http.client.HTTPConnection:
-        if not self._is_tls:
-            return http.client.HTTPConnection(
-                self._host, self._port, timeout=self._timeouts.connect_s
-            )
-        with self._lock:
-            # Honours SSL_CERT_FILE, for servers with certificates of one's own.
-            self._tls = self._tls or ssl.create_default_context()
-        return http.client.HTTPSConnection(
-            self._host, self._port, timeout=self._timeouts.connect_s, context=self._tls
-        )
+    def _made(self) -> _Connection:
+        if self._is_tls:
+            with self._lock:
+                # Honours SSL_CERT_FILE, for servers with certificates of one's own.
+                self._tls = self._tls or ssl.create_default_context()
+        return _Connection(self._host, self._port, self._tls, self._timeouts.connect_s)
 
-    def _keep(self, connection: http.client.HTTPConnection) -> None:
+    def _keep(self, connection: _Connection) -> None:
         with self._lock:
             if len(self._idle) < _KEPT and self._process == os.getpid():
                 self._idle.append(connection)
                 return
-        connection.close()
+        connection.shut()
+
+
+class _Connection(http.client.HTTPConnection):
+    """http.client's, over a socket that knows a deadline for all of an answer."""
+
+    line: Line
+
+    def __init__(
+        self, host: str, port: int | None, tls: ssl.SSLContext | None, connect_s: float
+    ) -> None:
+        self.default_port = 80 if tls is None else 443
+        super().__init__(host, port or self.default_port)
+        # It would connect again by itself, under no deadline.
+        self.auto_open = 0
+        self._tls = tls
+        self._connect_s = connect_s
+
+    def connect(self) -> None:
+        """Connect."""
+        plain = _connected(self.host, self.port, self._connect_s)
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            found = plain
+            if self._tls is not None:
+                found = self._tls.wrap_socket(plain, server_hostname=self.host)
+        except BaseException:
+            plain.close()
+            raise
+        self.sock = self.line = Line(found)
+
+    def shut(self) -> None:
+        """Close the socket."""
+        self.close()
+        self.line.shut()
+
+
+def _connected(host: str, port: int, within_s: float) -> socket.socket:
+    """A connection to one of a name's addresses, all of them tried in the time of one."""
+    end_s = time.monotonic() + within_s
+    failure: OSError = TimeoutError()
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for number, (family, kind, protocol, _, address) in enumerate(found):
+        left_s = (end_s - time.monotonic()) / (len(found) - number)
+        if left_s <= 0:
+            break
+        one = socket.socket(family, kind, protocol)
+        try:
+            one.settimeout(left_s)
+            one.connect(address)
+        except OSError as error:
+            failure = error
+            one.close()
+        else:
+            one.settimeout(max(0.001, end_s - time.monotonic()))
+            return one
+    raise failure
 
 
 class _WasClosed(Exception):
@@ -183,6 +260,10 @@ def _errors() -> Iterator[None]:
         ) from None
     except TimeoutError:
         raise Unavailable("no answer in time", hint="Check the network, then retry") from None
+    except TooMuchSent:
+        raise StoreError(
+            "the server sends more than any answer has", hint="Check the URL"
+        ) from None
     except http.client.IncompleteRead:
         raise Unavailable("the answer broke off", hint="Check the network, then retry") from None
     except http.client.HTTPException:
@@ -197,30 +278,40 @@ def _errors() -> Iterator[None]:
         raise StoreError("the server's answer makes no sense", hint="Check the URL") from None
 
 
-def _read(
+def _body_bytes(
     response: http.client.HTTPResponse, headers: Mapping[str, str], limit_bytes: int
-) -> bytes:
-    """The body; of an error as much as is allowed."""
+) -> int | None:
+    """How many bytes the body has that is to be read; None: it is not to be.
+
+    Bodies in chunks are not read: a relay says how long its answers are, and chunks have room for
+    extensions and trailers without end.
+    """
     is_good = response.status < 300
-    limit_bytes = limit_bytes if is_good else MAX_ERROR_BYTES
+    length = headers.get("content-length", "")
+    if not is_good:
+        # Only helps to say what is wrong.
+        is_read = length.isdecimal() and int(length) <= MAX_ERROR_BYTES
+        return int(length) if is_read else None
     if headers.get("content-encoding", "identity") != "identity":
         raise StoreError("the server compressed its answer unasked", hint="Check proxies between")
-    length = headers.get("content-length", "")
-    if is_good and length.isdecimal() and int(length) > limit_bytes:
+    if response.status == http.client.NO_CONTENT:
+        return 0
+    if "transfer-encoding" in headers or not length.isdecimal():
+        raise StoreError(
+            "the server does not say how long its answer is", hint="Check the URL, and proxies"
+        )
+    if int(length) > limit_bytes:
         raise _too_long(int(length), limit_bytes)
+    return int(length)
+
+
+def _read(response: http.client.HTTPResponse, size_bytes: int) -> bytes:
+    """All of a body of a known size."""
     pieces, read_bytes = [], 0
-    begin_s = time.monotonic()
     while piece := response.read1(_READ_BYTES):
         pieces.append(piece)
         read_bytes += len(piece)
-        if read_bytes > limit_bytes:
-            if is_good:
-                raise _too_long(read_bytes, limit_bytes)
-            return b"".join(pieces)
-        late_s = time.monotonic() - begin_s - _PATIENCE_S
-        if late_s > 0 and read_bytes < late_s * _SLOWEST_BYTES_PER_S:
-            raise Unavailable("the server answers too slowly", hint="Check the network")
-    if length.isdecimal() and read_bytes < min(int(length), limit_bytes):
+    if read_bytes < size_bytes:
         raise Unavailable("the answer broke off", hint="Check the network, then retry")
     # Notices the end, so that the connection can be kept.
     response.read()

@@ -26,9 +26,15 @@ from thinwire.errors import (
     ThinwireError,
     Truncated,
     Unavailable,
-    from_os_error,
 )
-from thinwire.store.http_client import DEFAULT_TIMEOUTS, Answer, HttpClient, Timeouts
+from thinwire.store.http_client import (
+    DEFAULT_TIMEOUTS,
+    MAX_ERROR_BYTES,
+    Answer,
+    HttpClient,
+    Timeouts,
+)
+from thinwire.store.http_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, token_for
 from thinwire.store.store import (
     MAX_KEY_BYTES,
     Entry,
@@ -41,15 +47,20 @@ from thinwire.store.store import (
     too_short,
 )
 
-TOKEN_VARIABLE = "THINWIRE_HTTP_TOKEN"
-TOKEN_FILE_VARIABLE = "THINWIRE_HTTP_TOKEN_FILE"
 # One page of a listing.
 MAX_PAGE_BYTES = 8 << 20
-_MAX_TOKEN_LETTERS = 512
+# Of a whole listing: a stream has some thousand keys in a folder.
+MAX_LISTED = 1_000_000
+# What a relay says of an object that is not there: any other 404 is of something else, such as
+# another server or a name that was misspelt.
+ABSENT_HEADER = "thinwire-absent"
+# How old a relay's knowledge is, while it cannot ask its store.
+AGE_HEADER = "thinwire-age-s"
 _LEASES = "leases/"
 _PAST_THE_END = 416
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(?:\d{1,19}|\*)")
+_SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?")
 # What a server may say that it found wrong with what it has; of others only the status counts.
 _FOUND_WRONG: dict[str, type[ThinwireError]] = {
     cls.code: cls
@@ -85,7 +96,7 @@ def open_http(
             f"this {parts.scheme.lower()}:// URL names no server",
             hint="Write http://HOST:PORT or http://HOST:PORT/NAME",
         )
-    return HttpStore(parts, _token(environment), timeouts)
+    return HttpStore(parts, token_for(parts, environment), timeouts)
 
 
 class HttpStore:
@@ -169,7 +180,8 @@ class HttpStore:
         check_key(key)
         if not key.startswith(_LEASES):
             raise self._read_only("write", key)
-        answer = self._ask("write", "PUT", key, limit_bytes=0, body=data)
+        # What it says beside the status is of no use.
+        answer = self._ask("write", "PUT", key, limit_bytes=MAX_ERROR_BYTES, body=data)
         if answer.status not in (200, 201, 204):
             raise self._refusal(answer, "write", key)
 
@@ -188,8 +200,15 @@ class HttpStore:
         """See ``Store.list``; page by page."""
         check_prefix(prefix)
         at: str | None = after
+        count = 0
         while at is not None:
             entries, at = self._page(prefix, at)
+            count += len(entries)
+            if count > MAX_LISTED:
+                raise LimitExceeded(
+                    f"{self._named(prefix)} lists more than {MAX_LISTED} objects",
+                    hint="It is no stream, or the server makes names up",
+                )
             yield from entries
 
     def _page(self, prefix: str, after: str) -> _Page:
@@ -205,11 +224,12 @@ class HttpStore:
             for entry in entries:
                 _check_listed(entry.key, prefix, before)
                 before = entry.key
-            if following is not None:
-                # Else a hostile listing would never end.
-                _check_listed(following, prefix, after)
+            # Else pages without entries would never end.
+            is_sound = following is None or (bool(entries) and following == entries[-1].key)
         except (ValueError, TypeError, KeyError, RecursionError):
             raise self._failed("list", prefix, "the server's answer makes no sense") from None
+        if not is_sound:
+            raise self._failed("list", prefix, "the next page does not follow this one")
         return entries, following
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -222,7 +242,7 @@ class HttpStore:
             check_key(key)
             if not key.startswith(_LEASES):
                 raise self._read_only("delete", key)
-            answer = self._ask("delete", "DELETE", key, limit_bytes=0)
+            answer = self._ask("delete", "DELETE", key, limit_bytes=MAX_ERROR_BYTES)
             if answer.status not in (200, 204, 404):
                 raise self._refusal(answer, "delete", key)
 
@@ -269,9 +289,12 @@ class HttpStore:
         status = answer.status
         named = f"cannot {doing} {self._named(key)}"
         context: dict[str, Any] = {"key": key, "url": self._url, "status": status}
-        if status == 404:
+        if status == 404 and ABSENT_HEADER in answer.headers:
             return NotFound(
-                f"{named}: there is no such object", hint="Check the URL and the key", **context
+                f"{named}: there is no such object",
+                hint="Check the URL and the key",
+                age_s=_seconds(answer, AGE_HEADER),
+                **context,
             )
         if status in (401, 403):
             return AccessDenied(
@@ -279,7 +302,8 @@ class HttpStore:
                 hint=f"Set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}",
                 **context,
             )
-        found = _FOUND_WRONG.get(_code(answer.body)) if status == 502 else None
+        is_judged = status == 502 and doing == "read"
+        found = _FOUND_WRONG.get(_code(answer.body)) if is_judged else None
         if found is not None:
             return found(
                 f"{named}: the server cannot have it as it must be ({found.code})",
@@ -290,11 +314,13 @@ class HttpStore:
             return Unavailable(
                 f"{named}: the server has no answer now (HTTP {status})",
                 hint="Try again later",
+                retry_after_s=_seconds(answer, "retry-after"),
                 **context,
             )
         return StoreError(
             f"{named}: the server refused the request (HTTP {status})",
-            hint="Check that the URL is that of a relay",
+            hint="Check that the URL is that of a relay, with the stream's name there: "
+            "http://HOST:PORT/NAME",
             **context,
         )
 
@@ -318,23 +344,10 @@ class HttpStore:
         return f"{key} in {self._url}" if key else self._url
 
 
-def _token(environment: Mapping[str, str]) -> str:
-    token = environment.get(TOKEN_VARIABLE, "")
-    name, source = environment.get(TOKEN_FILE_VARIABLE, ""), TOKEN_VARIABLE
-    if not token and name:
-        source = TOKEN_FILE_VARIABLE
-        try:
-            with Path(name).open("rb") as file:
-                token = file.read(_MAX_TOKEN_LETTERS + 2).decode("ascii", "replace")
-        except OSError as error:
-            raise from_os_error(error, "cannot read", name) from error
-    token = token.strip()
-    is_plain = token.isascii() and token.isprintable() and " " not in token
-    if not is_plain or len(token) > _MAX_TOKEN_LETTERS:
-        raise InvalidArgument(
-            f"{source} holds no token", hint="A token is printable ASCII letters on one line"
-        )
-    return token
+def _seconds(answer: Answer, name: str) -> float | None:
+    """A number of seconds in a header; None: there is none."""
+    text = answer.headers.get(name, "")
+    return float(text) if _SECONDS.fullmatch(text) else None
 
 
 def _code(body: bytes) -> str:

@@ -1,0 +1,63 @@
+"""The bearer token of a relay, from the environment."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import SplitResult
+
+from thinwire.errors import InvalidArgument, from_os_error
+
+_LOG = logging.getLogger("thinwire")
+TOKEN_VARIABLE = "THINWIRE_HTTP_TOKEN"
+TOKEN_FILE_VARIABLE = "THINWIRE_HTTP_TOKEN_FILE"
+_MAX_TOKEN_LETTERS = 512
+
+
+def token_for(parts: SplitResult, environment: Mapping[str, str]) -> str:
+    """The token to bring to a server; empty: none.
+
+    Args:
+        parts: Of the server's URL.
+        environment: Where it, or the name of a file that holds it, is.
+
+    Raises:
+        InvalidArgument: It is none.
+        StoreError: Its file cannot be read.
+    """
+    token = _token(environment)
+    if token and parts.scheme.lower() == "http" and not is_near(str(parts.hostname)):
+        _LOG.warning(
+            "the token goes to %s in clear, over http://: whoever is in between can read it",
+            parts.hostname,
+        )
+    return token
+
+
+def is_near(host: str) -> bool:
+    """Whether nobody can be in between: it is this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _token(environment: Mapping[str, str]) -> str:
+    token = environment.get(TOKEN_VARIABLE, "")
+    name, source = environment.get(TOKEN_FILE_VARIABLE, ""), TOKEN_VARIABLE
+    if not token and name:
+        source = TOKEN_FILE_VARIABLE
+        try:
+            with Path(name).open("rb") as file:
+                token = file.read(_MAX_TOKEN_LETTERS + 2).decode("ascii", "replace")
+        except OSError as error:
+            raise from_os_error(error, "cannot read", name) from error
+    token = token.strip()
+    is_plain = token.isascii() and token.isprintable() and " " not in token
+    if not is_plain or len(token) > _MAX_TOKEN_LETTERS:
+        raise InvalidArgument(
+            f"{source} holds no token", hint="A token is printable ASCII letters on one line"
+        )
+    return token
