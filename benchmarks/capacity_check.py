@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -23,7 +24,7 @@ import numpy as np
 
 from capacity_limits import large, limits
 from thinwire.capacity.check import Row, Trial, move_for, run_throttled, run_trial, to_bf16
-from thinwire.capacity.scenario import Scenario
+from thinwire.capacity.scenario import MAX_DECODE_THREADS, Scenario
 from thinwire.codec.chunk import Spec, decode_changes, decode_chunk, encode_chunk
 from thinwire.codec.digest import CHUNK_WORDS
 from thinwire.codec.dtypes import dtype_named
@@ -69,6 +70,8 @@ def runs() -> None:
             link_bits_per_s=bits_per_s,
             local_bits_per_s=bits_per_s,
             rtt_s=rtt_s,
+            # As many as a follower takes by itself, on this machine.
+            decode_threads=min(MAX_DECODE_THREADS, os.cpu_count() or 1),
         )
         with scratch() as folder:
             table(f"{name}; median of 5", run_throttled(Trial(scenario, versions=5), folder))

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from thinwire.capacity import tables
+from thinwire.capacity import relays, tables
 from thinwire.capacity.demand import Requests
 from thinwire.capacity.history import History, grown
 from thinwire.capacity.model import plan_of
-from thinwire.capacity.payload import Objects, gets_of, manifest_bytes, payload_of
-from thinwire.capacity.scenario import Scenario
-from thinwire.capacity.timing import dirty_bytes, longest_wait_s, looks_between, windowed
+from thinwire.capacity.payload import Objects, gets_of, manifest_bytes, payload_of, windowed
+from thinwire.capacity.scenario import Prices, Scenario
+from thinwire.capacity.timing import dirty_bytes, longest_wait_s, looks_between
 from thinwire.errors import InvalidArgument
 from thinwire.stream.records import Policy
 from thinwire.stream.routes import plan_route
@@ -40,7 +40,8 @@ def test_what_a_relay_spares() -> None:
     with_relay = plan_of(TRILLION)
     without = plan_of(replace(TRILLION, has_relay=False))
     assert without.traffic.cross == 250 * with_relay.traffic.cross
-    assert without.all_requests.get > 100 * with_relay.requests["relays"].get
+    assert without.all_requests.get > 40 * with_relay.requests["relays"].get
+    assert "relays" not in without.requests
     two = plan_of(replace(TRILLION, relays=2))
     assert two.traffic.cross == 2 * with_relay.traffic.cross
     assert two.traffic.relay == with_relay.traffic.relay / 2
@@ -52,6 +53,13 @@ def test_limits_that_are_hit_are_named() -> None:
     assert "a version on a replica" in hit
     assert "a relay's network, for each version" in hit
     assert "relays" in hit["a relay's network, for each version"].advice
+    # 250 replicas x 16.2 GB, one process: 4.04 TB at 1 GB/s.
+    process = hit["a relay's process, for each version"]
+    assert process.value == pytest.approx(plan.traffic.relay / 1e9)
+    assert "HTTP cache" in process.advice
+    fetch = next(phase for phase in plan.timing.phases if phase.name == "fetch")
+    assert fetch.bound_by == "a relay's process"
+    assert fetch.seconds > process.value * 0.99
     assert all(limit.where for limit in plan.limits)
     assert plan.timing.behind_versions == -1
     # With many cores, a folder in memory, enough relays and a link for all of them it goes.
@@ -59,8 +67,8 @@ def test_limits_that_are_hit_are_named() -> None:
         TRILLION,
         decode_threads=96,
         disk_bytes_per_s=200e9,
-        relays=32,
-        link_bits_per_s=100e9,
+        relays=64,
+        link_bits_per_s=400e9,
         engine_ranks=64,
     )
     assert plan_of(able).timing.catch_up_versions == 1
@@ -100,6 +108,7 @@ def test_more_costs_more() -> None:
         {"rtt_s": 0.5},
         {"has_relay": False},
         {"relays": 2},
+        {"relay_bytes_per_s": 1e6},
         {"has_hub": False},
         {"has_hub": False, "poll_s": 20.0},
         {"cpu": 2.0},
@@ -147,6 +156,49 @@ def test_objects() -> None:
     small = manifest_bytes(1, 1000, is_anchor=False, is_signed=False)
     assert manifest_bytes(1, 1000, is_anchor=False, is_signed=True) > small + 128
     assert manifest_bytes(2, 1000, is_anchor=False, is_signed=False) > small + 64
+
+
+def test_what_a_relay_asks_for() -> None:
+    """64 shards of 234,375,000 bytes in blocks of 1 MiB: two blocks at a time."""
+    payload = payload_of(replace(TRILLION, bits_per_change=6.0))
+    assert relays.span_bytes(payload.delta.size) == 2 << 20
+    assert relays.span_count(payload.delta) == 64 * 112
+    assert relays.span_count(Objects(3, 1000)) == 3
+    # Blocks of 64 MiB: one at a time, whatever may be on its way.
+    far = replace(TRILLION, link_bits_per_s=1e15)
+    assert relays.span_bytes(10**12) == 64 << 20
+    assert relays.fetched_per_s(far, Objects(1, 10**12)) == pytest.approx(
+        (64 << 20) / 0.08, rel=0.01
+    )
+    assert relays.fetched_per_s(far, payload.delta) == pytest.approx(
+        16 * (2 << 20) / 0.08, rel=0.01
+    )
+
+
+def test_requests_behind_relays() -> None:
+    plan = plan_of(TRILLION)
+    asked = plan.requests["relays"].get / 4
+    # Its own looks and manifest, and those of 250 followers: never more than one in 0.2 s.
+    assert relays.span_count(plan.payload.delta) < asked
+    assert asked <= relays.span_count(plan.payload.delta) + 120 / 0.2 + 120 / 30 + 2
+    # A follower checks once a minute that nothing is hidden from it.
+    assert plan.requests["replicas"].get == 1000 * 120 / 60
+    unsigned = plan_of(replace(TRILLION, is_signed=False))
+    # The manifest, the next look, four looks of its own.
+    assert unsigned.requests["replicas"].get == 1000 * (2 + 120 / 30)
+    assert unsigned.requests["relays"].get < plan.requests["relays"].get
+    manifest = unsigned.payload.delta_manifest_bytes
+    assert unsigned.traffic.cross == 4 * unsigned.traffic.up + 1000 * manifest
+    assert unsigned.traffic.local == 250 * (unsigned.traffic.up - manifest)
+
+
+def test_memory_of_a_relay() -> None:
+    one = relays.memory_bytes(replace(TRILLION, replicas=4), Objects(1, 1000))
+    assert one == (64 + 32 + 96 + 256 << 20) + 2 * (64 << 10)
+    # 250 replicas with 4 ranges each.
+    payload = payload_of(TRILLION)
+    assert plan_of(TRILLION).memory.relay == (448 << 20) + 250 * 4 * 2 * (64 << 10)
+    assert relays.memory_bytes(TRILLION, payload.delta) == plan_of(TRILLION).memory.relay
 
 
 def test_pages() -> None:
@@ -199,6 +251,9 @@ def test_requests_add_up() -> None:
         {"step_s": 0.0},
         {"rtt_s": -1.0},
         {"link_bits_per_s": float("inf")},
+        {"relay_bytes_per_s": 0.0},
+        {"regions": 1001},
+        {"tensors": 1 << 30},
         {"memory_limit_bytes": 1},
         {"policy": Policy(merge_levels=(3, 4))},
     ],
@@ -207,6 +262,14 @@ def test_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         replace(TRILLION, **wrong)  # type: ignore[arg-type]
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["egress_gb", "put_thousand", "get_thousand", "storage_gb_month"])
+def test_prices_that_are_none(name: str, price: float) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name} is") as caught:
+        Prices(**{name: price})
+    assert caught.value.context["field"] == name
 
 
 def test_dtypes() -> None:

@@ -83,6 +83,18 @@ def test_refused() -> None:
             play(replace(SMALL, replicas=replicas), steps)
 
 
+@pytest.mark.parametrize("share", [-0.1, 2.0, float("nan")])
+def test_no_share_of_crashes(share: float) -> None:
+    with pytest.raises(InvalidArgument, match="crash_per_hour is"):
+        play(SMALL, 3, crash_per_hour=share)
+
+
+def test_a_slow_relay_leaves_replicas_behind() -> None:
+    slow = replace(SMALL, relay_bytes_per_s=1e6)
+    assert play(slow, 20).regions[0].behind["p50"] > 1
+    assert play(replace(slow, relays=20), 20).all_served_s["max"] < SMALL.step_s
+
+
 def test_flows_share_a_link() -> None:
     link = SharedLink(100.0, 100.0)
     ended: list[tuple[str, float]] = []

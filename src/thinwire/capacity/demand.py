@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.capacity import facts, tables
+from thinwire.capacity import facts, relays, tables
 from thinwire.capacity.history import History
 from thinwire.capacity.payload import Payload
 from thinwire.capacity.scenario import Scenario
@@ -22,8 +22,6 @@ GB = 1e9
 # tests/stream_format/test_requests.py counts them.
 ROUND_S = 10.0
 ROUND_GETS = 9
-# How often a relay asks the bucket for what is not there yet, however many followers ask it.
-RELAY_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -138,13 +136,17 @@ def traffic_of(scenario: Scenario, payload: Payload) -> Traffic:
     there = scenario.replicas_per_region
     copies = scenario.relays if scenario.has_relay else there
     all_copies = scenario.relay_count if scenario.has_relay else scenario.replicas
+    # Nothing would prove an unsigned manifest, so followers read it from the bucket themselves.
+    is_direct = scenario.has_relay and not scenario.is_signed
+    direct = payload.delta_manifest_bytes if is_direct else 0
+    relayed = version - direct if scenario.has_relay else 0
     return Traffic(
         up=version,
-        region=version * copies,
-        cross=version * all_copies,
-        local=version * there if scenario.has_relay else 0,
+        region=version * copies + direct * there,
+        cross=version * all_copies + direct * scenario.replicas,
+        local=relayed * there,
         replica=version,
-        relay=version * -(-there // scenario.relays) if scenario.has_relay else 0,
+        relay=relayed * relays.readers_of(scenario),
         of_full=version / scenario.raw_bytes,
     )
 
@@ -171,17 +173,33 @@ def idle_requests(scenario: Scenario) -> Requests:
     return Requests(put=leases, get=looks)
 
 
-def reader_requests(scenario: Scenario, payload: Payload) -> Requests:
-    """Those of all readers at the bucket, for a version."""
-    one = follower_requests(scenario, payload)
+def replica_requests(scenario: Scenario, payload: Payload) -> Requests:
+    """Those of all replicas at the bucket itself, for a version."""
     idle = idle_requests(scenario)
     if not scenario.has_relay:
-        return (one + idle).times(scenario.replicas)
-    looks = min(
-        idle.get * -(-scenario.replicas_per_region // scenario.relays),
-        scenario.step_s / RELAY_LOOK_S,
-    )
-    return (one + Requests(put=idle.put, get=looks)).times(scenario.relay_count)
+        return (follower_requests(scenario, payload) + idle).times(scenario.replicas)
+    # The look after the version finds nothing either.
+    looks = idle.get + 1
+    if scenario.is_signed:
+        # A relay is believed for a while that there is nothing new.
+        looks = min(looks, scenario.step_s / relays.ABSENT_CHECK_S)
+    else:
+        looks += 1  # the manifest
+    return Requests(get=looks).times(scenario.replicas)
+
+
+def relay_requests(scenario: Scenario, payload: Payload) -> Requests:
+    """Those of all relays at the bucket, for a version: its manifest, its shards, looks."""
+    idle = idle_requests(scenario)
+    looks = 0.0
+    if scenario.is_signed:
+        # Those of followers for what is not there yet; an answer holds for all who ask soon.
+        looks = min(
+            (idle.get + 1) * relays.readers_of(scenario), scenario.step_s / relays.ABSENT_FRESH_S
+        )
+    own = idle.get + 2
+    gets = relays.span_count(payload.delta) + own + looks
+    return Requests(put=idle.put, get=gets).times(scenario.relay_count)
 
 
 def maintainer_requests(scenario: Scenario, payload: Payload, history: History) -> Requests:
@@ -211,7 +229,7 @@ def maintainer_requests(scenario: Scenario, payload: Payload, history: History) 
     return idle + made
 
 
-def memory_of(scenario: Scenario) -> Memory:
+def memory_of(scenario: Scenario, payload: Payload) -> Memory:
     """Bytes of memory of each kind of process."""
     share = scenario.raw_bytes // scenario.ranks
     rank = int(share * baseline_share(scenario)) + int(facts.PUBLISHER_BESIDE_BYTES.value)
@@ -225,7 +243,7 @@ def memory_of(scenario: Scenario) -> Memory:
         first_rank=rank + meeting,
         follower=scenario.memory_limit_bytes + index,
         maintainer=scenario.memory_limit_bytes + 2 * index,
-        relay=int(facts.RELAY_BYTES.value) if scenario.has_relay else 0,
+        relay=relays.memory_bytes(scenario, payload.delta) if scenario.has_relay else 0,
         hub=int(facts.HUB_BYTES.value * max(1.0, scenario.replicas / 1000))
         if scenario.has_hub
         else 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -175,6 +176,11 @@ def _chunks(scenario: Scenario) -> int:
     return scenario.params // CHUNK_WORDS + scenario.tensors
 
 
+def _relays_for(relay_s: float, scenario: Scenario) -> int:
+    """Relays a region, where one of those there are takes so long for a version."""
+    return math.ceil(relay_s * scenario.relays / scenario.step_s)
+
+
 def _paces(scenario: Scenario, timing: Timing, traffic: Traffic, memory: Memory) -> list[Limit]:
     step_s = scenario.step_s
     found = [
@@ -215,18 +221,27 @@ def _paces(scenario: Scenario, timing: Timing, traffic: Traffic, memory: Memory)
         ),
     ]
     if scenario.has_relay:
-        relay_s = traffic.relay * 8 / scenario.local_bits_per_s
-        wanted = -(-relay_s // step_s) * scenario.relays
-        found.append(
+        network_s = traffic.relay * 8 / scenario.local_bits_per_s
+        process_s = traffic.relay / scenario.relay_bytes_per_s
+        found += [
             Limit(
                 "a relay's network, for each version",
-                relay_s,
+                network_s,
                 step_s,
                 "s",
                 "--local-link: every replica of the region reads through its relay",
-                f"At least {wanted:.0f} relays a region (--relays)",
-            )
-        )
+                f"At least {_relays_for(network_s, scenario)} relays a region (--relays)",
+            ),
+            Limit(
+                "a relay's process, for each version",
+                process_s,
+                step_s,
+                "s",
+                "--relay-speed: one event loop sends everything (relay/server.py)",
+                f"At least {_relays_for(process_s, scenario)} relays a region (--relays), or an "
+                "HTTP cache before one (--relay-speed)",
+            ),
+        ]
     if scenario.has_hub:
         found.append(
             Limit(

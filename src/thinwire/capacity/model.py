@@ -20,7 +20,8 @@ from thinwire.capacity.demand import (
     maintainer_requests,
     memory_of,
     publisher_requests,
-    reader_requests,
+    relay_requests,
+    replica_requests,
     traffic_of,
 )
 from thinwire.capacity.history import History, grown
@@ -91,12 +92,12 @@ def plan_of(scenario: Scenario) -> Plan:
     history = grown(history_of(scenario, payload), min(scenario.versions, MAX_HISTORY))
     traffic = traffic_of(scenario, payload)
     timing = timing_of(scenario, payload.delta)
-    memory = memory_of(scenario)
-    requests = {
-        "publisher": publisher_requests(payload),
-        "relays" if scenario.has_relay else "replicas": reader_requests(scenario, payload),
-        "maintainer": maintainer_requests(scenario, payload, history),
-    }
+    memory = memory_of(scenario, payload)
+    requests = {"publisher": publisher_requests(payload)}
+    if scenario.has_relay:
+        requests["relays"] = relay_requests(scenario, payload)
+    requests["replicas"] = replica_requests(scenario, payload)
+    requests["maintainer"] = maintainer_requests(scenario, payload, history)
     everything = sum(requests.values(), Requests())
     join = join_of(history)
     joins = scenario.joins_per_day * scenario.step_s / DAY_S

@@ -137,6 +137,12 @@ def fetches_at_once(size: int, memory_bytes: int) -> int:
     return max(1, min(FETCHES_AT_ONCE, -(-size // largest), memory_bytes // (8 * largest)))
 
 
+def windowed(bytes_per_s: float, at_once: int, each_bytes: int, rtt_s: float) -> float:
+    """Bytes a second of requests that each wait a round trip, some of them at a time."""
+    cycle_s = rtt_s + each_bytes / bytes_per_s
+    return min(bytes_per_s, at_once * each_bytes / cycle_s)
+
+
 def part_bytes(size: int) -> int:
     """Bytes of a part of an upload."""
     return max(PART_BYTES, -(-size // MAX_PARTS))

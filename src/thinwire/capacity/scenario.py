@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from thinwire.capacity import facts
@@ -42,12 +42,22 @@ class Prices:
         put_thousand: A thousand PUT or LIST requests.
         get_thousand: A thousand GET requests.
         storage_gb_month: A GB kept for a month.
+
+    Raises:
+        InvalidArgument: One of them is no price.
     """
 
     egress_gb: float = facts.EGRESS_PRICE.value
     put_thousand: float = facts.PUT_PRICE.value
     get_thousand: float = facts.GET_PRICE.value
     storage_gb_month: float = facts.STORAGE_PRICE.value
+
+    def __post_init__(self) -> None:
+        """Refuse what is no price."""
+        for price in fields(self):
+            _refuse_unless(
+                0 <= getattr(self, price.name) < math.inf, self, price.name, "Dollars: 0 or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +82,8 @@ class Scenario:
         local_bits_per_s: The network of one host inside a region.
         rtt_s: Round trip between a region and the bucket.
         has_relay: Whether replicas read through relays.
-        relays: Relays in each region.
+        relays: Relays in each region: processes, each with a copy of its own.
+        relay_bytes_per_s: What one of them sends at most; its host's network is apart.
         has_hub: Whether a hub wakes replicas; else they poll.
         poll_s: The shortest time between two looks.
         policy: The stream's.
@@ -109,6 +120,7 @@ class Scenario:
     rtt_s: float = 0.08
     has_relay: bool = True
     relays: int = 1
+    relay_bytes_per_s: float = facts.RELAY_BYTES_PER_S.value
     has_hub: bool = True
     poll_s: float = 1.0
     policy: Policy = field(default_factory=Policy)
@@ -129,28 +141,30 @@ class Scenario:
     def __post_init__(self) -> None:
         """Refuse what cannot be, and fill in what follows."""
         object.__setattr__(self, "dtype", _NAMES.get(self.dtype.lower(), self.dtype))
-        if not 1 <= self.params <= MAX_PARAMS:
-            raise InvalidArgument(f"params is {self.params}", hint=f"Choose 1 to {MAX_PARAMS}")
-        if not 0 < self.changed <= 1:
-            raise InvalidArgument(
-                f"changed is {self.changed:g}", hint="A share of all weights: 0.02 is 2 %"
-            )
+        _refuse_unless(1 <= self.params <= MAX_PARAMS, self, "params", f"Choose 1 to {MAX_PARAMS}")
+        _refuse_unless(
+            0 < self.changed <= 1, self, "changed", "A share of all weights: 0.02 is 2 %"
+        )
         for name in _COUNTS:
-            if not 1 <= getattr(self, name) <= MAX_COUNT:
-                raise InvalidArgument(
-                    f"{name} is {getattr(self, name)}", hint=f"Choose 1 to {MAX_COUNT}"
-                )
+            value = getattr(self, name)
+            _refuse_unless(1 <= value <= MAX_COUNT, self, name, f"Choose 1 to {MAX_COUNT}")
         for name in _POSITIVE:
-            if not 0 < getattr(self, name) < math.inf:
-                raise InvalidArgument(f"{name} is {getattr(self, name):g}", hint="More than 0")
-        for name in ("rtt_s", "joins_per_day", "bits_per_change", "tensors"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InvalidArgument(f"{name} is {getattr(self, name):g}", hint="0 or more")
-        if self.memory_limit_bytes < MIN_MEMORY_BYTES:
-            raise InvalidArgument(
-                f"memory_limit_bytes is {self.memory_limit_bytes}",
-                hint=f"Choose {MIN_MEMORY_BYTES} or more",
-            )
+            _refuse_unless(0 < getattr(self, name) < math.inf, self, name, "More than 0")
+        for name in ("rtt_s", "joins_per_day", "bits_per_change"):
+            _refuse_unless(0 <= getattr(self, name) < math.inf, self, name, "0 or more")
+        _refuse_unless(0 <= self.tensors <= MAX_COUNT, self, "tensors", f"Choose 0 to {MAX_COUNT}")
+        _refuse_unless(
+            self.regions <= self.replicas,
+            self,
+            "regions",
+            f"Count those with replicas: of these there are {self.replicas}",
+        )
+        _refuse_unless(
+            self.memory_limit_bytes >= MIN_MEMORY_BYTES,
+            self,
+            "memory_limit_bytes",
+            f"Choose {MIN_MEMORY_BYTES} or more",
+        )
         if fault := policy_fault(self.policy):
             raise InvalidArgument(f"policy: {fault}", hint="See docs/operations.md")
         if not self.tensors:
@@ -187,6 +201,13 @@ class Scenario:
         return self.relays * self.regions if self.has_relay else 0
 
 
+def _refuse_unless(is_so: bool, asked: Prices | Scenario, name: str, hint: str) -> None:
+    """Refuse a field; whoever calls it something else finds its name in the context."""
+    if not is_so:
+        value = getattr(asked, name)
+        raise InvalidArgument(f"{name} is {value:.15g}", hint=hint, field=name, value=value)
+
+
 _COUNTS = (
     "regions",
     "replicas",
@@ -204,6 +225,7 @@ _POSITIVE = (
     "uplink_bits_per_s",
     "link_bits_per_s",
     "local_bits_per_s",
+    "relay_bytes_per_s",
     "poll_s",
     "cpu",
     "disk_bytes_per_s",

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from thinwire.capacity import facts
+from thinwire.capacity import facts, relays
 from thinwire.capacity.history import FIRST, History
 from thinwire.capacity.links import SharedLink
 from thinwire.capacity.outcome import Cut, RegionRun, Run, quantiles, weighted
-from thinwire.capacity.payload import fetches_at_once, payload_of, range_bytes
+from thinwire.capacity.payload import fetches_at_once, payload_of, range_bytes, windowed
 from thinwire.capacity.scenario import Scenario
 from thinwire.capacity.tables import merged_share
-from thinwire.capacity.timing import exchange_s, take_of, timing_of, windowed
+from thinwire.capacity.timing import exchange_s, take_of, timing_of
 from thinwire.errors import HistoryPruned, InvalidArgument
 from thinwire.stream.polling import MAX_WAIT_S, Cadence
 from thinwire.stream.routes import Hop, Options, plan_route
@@ -74,8 +74,15 @@ def play(
         seed: Of everything random.
 
     Raises:
-        InvalidArgument: More versions or replicas than this is made for.
+        InvalidArgument: More versions or replicas than this is made for, or no share crashes.
     """
+    if not 0 <= crash_per_hour <= 1:
+        raise InvalidArgument(
+            f"crash_per_hour is {crash_per_hour:g}",
+            hint="A share of all replicas: 0.02 is 2 %",
+            field="crash_per_hour",
+            value=crash_per_hour,
+        )
     if not 1 <= step_count <= MAX_STEPS or scenario.replicas > MAX_REPLICAS:
         raise InvalidArgument(
             f"{step_count} versions of {scenario.replicas} replicas to simulate",
@@ -130,9 +137,11 @@ class _World:
         at_once = fetches_at_once(delta.size, scenario.memory_limit_bytes)
         far = windowed(local, at_once, range_bytes(delta.size), scenario.rtt_s)
         link = scenario.link_bits_per_s / 8
-        self._links = [
-            SharedLink(link, link if scenario.has_relay else far) for _ in range(scenario.regions)
-        ]
+        if scenario.has_relay:
+            # Of each object that a relay fetches; what bounds all of them together is the link.
+            far = relays.fetched_per_s(scenario, delta)
+            local, _ = relays.sent_per_s(scenario)
+        self._links = [SharedLink(link, far) for _ in range(scenario.regions)]
         self._relays = [[_Upstream(link) for _ in range(scenario.relays)] for link in self._links]
         self._near = [
             [SharedLink(local, local) for _ in range(scenario.relays)] for _ in self._links

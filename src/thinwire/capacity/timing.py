@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.capacity import facts, tables
+from thinwire.capacity import facts, relays, tables
 from thinwire.capacity.payload import (
     FILES_AT_ONCE,
     PART_BYTES,
@@ -13,6 +13,7 @@ from thinwire.capacity.payload import (
     fetches_at_once,
     objects_of,
     range_bytes,
+    windowed,
 )
 from thinwire.capacity.scenario import Scenario
 from thinwire.stream.polling import MAX_WAIT_S, Cadence
@@ -173,15 +174,9 @@ def fetch_of(scenario: Scenario, delta: Objects) -> Phase:
     bounds: list[tuple[float, str]] = []
     if scenario.has_relay:
         bounds.append((total * scenario.relays * 8 / scenario.link_bits_per_s, "the region's link"))
-        share = -(-there // scenario.relays)
-        bounds.append((total * share / local, "a relay's network"))
-        # A relay asks upstream in the same ranges, for as many followers as want them.
-        one = windowed(
-            scenario.link_bits_per_s / 8,
-            fetches_at_once(delta.size, scenario.memory_limit_bytes) * min(share, 4),
-            range_bytes(delta.size),
-            rtt_s,
-        )
+        sent, by = relays.sent_per_s(scenario)
+        bounds.append((total * relays.readers_of(scenario) / sent, by))
+        one = relays.fetched_per_s(scenario, delta)
     else:
         bounds.append((total * there * 8 / scenario.link_bits_per_s, "the region's link"))
         one = windowed(
@@ -195,12 +190,6 @@ def fetch_of(scenario: Scenario, delta: Objects) -> Phase:
     seconds, by = max(bounds)
     around = (facts.COMMIT_ROUND_TRIPS.value + delta.count) * rtt_s
     return Phase("fetch", seconds + around, by)
-
-
-def windowed(bytes_per_s: float, at_once: int, each_bytes: int, rtt_s: float) -> float:
-    """Bytes a second of requests that each wait a round trip, some of them at a time."""
-    cycle_s = rtt_s + each_bytes / bytes_per_s
-    return min(bytes_per_s, at_once * each_bytes / cycle_s)
 
 
 def take_of(scenario: Scenario, changed: float) -> tuple[Phase, Phase]:
