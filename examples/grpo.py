@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from digests import digest_of
+from objective import clipped_gain, group_advantages
 from policy import (
     Policy,
     fetch_smollm2,
@@ -37,16 +38,14 @@ from policy import (
     token_log_probs,
     with_model,
 )
-from report import closing_report
 from task import Sums
 from torch import Tensor, nn
 
+from report import closing_report
 from thinwire.torch import Ticket, TorchPublisher
 
 HERE = Path(__file__).resolve().parent
-CLIP_RANGE = 0.2
 GRADIENT_NORM_LIMIT = 1.0
-ADVANTAGE_EPSILON = 1e-4
 MICRO_BATCH = 16
 
 
@@ -152,8 +151,7 @@ class Trainer:
     def step(self, step: int, groups: list[dict[str, Any]]) -> float:
         """Learn from one batch; returns the mean importance ratio of its tokens."""
         rewards = torch.tensor([group["rewards"] for group in groups])
-        centred = rewards - rewards.mean(dim=1, keepdim=True)
-        advantages = centred / (rewards.std(dim=1, keepdim=True) + ADVANTAGE_EPSILON)
+        advantages = group_advantages(rewards)
         rows = [
             (group["prompt"], tokens, log_probs, advantage)
             for group, of_group in zip(groups, advantages.tolist(), strict=True)
@@ -193,9 +191,8 @@ class Trainer:
         new = token_log_probs(logits, tokens[:, -kept:])
         is_chosen = is_chosen[:, -kept:]
         ratio = (new - old[:, -kept:]).exp()
-        advantages = torch.tensor([advantage for _, _, _, advantage in rows])[:, None]
-        clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)
-        gain = torch.minimum(ratio * advantages, clipped * advantages) * is_chosen
+        advantages = torch.tensor([advantage for _, _, _, advantage in rows])
+        gain = clipped_gain(ratio, advantages) * is_chosen
         return -(gain.sum(dim=1) / is_chosen.sum(dim=1)).sum(), ratio.detach()[is_chosen]
 
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import socket
 import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from processes import process, wait_until_up
 from settings import Settings
 
 _UP_WITHIN_S = 240.0
@@ -36,39 +31,6 @@ _ENVIRONMENT = {
 }
 
 
-def free_port() -> int:
-    """One that nothing listens on now, and that no connection is given before vLLM is up."""
-    while True:
-        # Below those that Linux gives to outgoing connections.
-        port = random.randrange(20_000, 32_000)
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-@contextmanager
-def process(
-    command: Sequence[str], log: Path | None, environment: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is gone, with all its own, at the end; without a log it prints here."""
-    with ExitStack() as stack:
-        started = subprocess.Popen(
-            command,
-            stdout=None if log is None else stack.enter_context(log.open("wb")),
-            stderr=None if log is None else subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-        try:
-            yield started
-        finally:
-            for number, wait_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
-                with suppress(ProcessLookupError):
-                    os.killpg(started.pid, number)
-                with suppress(subprocess.TimeoutExpired):
-                    started.wait(timeout=wait_s)
-
-
 @contextmanager
 def vllm(python: Path, model: Path, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A real vLLM on loopback; its weights change through `thinwire attach` alone."""
@@ -78,7 +40,7 @@ def vllm(python: Path, model: Path, port: int, log: Path) -> Iterator[subprocess
     command += ["--enable-scale-out"]  # /inference/v1/generate, which tells each token's version
     command += [f"--weight-transfer-config={json.dumps({'backend': 'thinwire'})}"]
     with process(command, log, _ENVIRONMENT) as started:
-        _wait_until_up(f"http://127.0.0.1:{port}", started, log)
+        wait_until_up(f"http://127.0.0.1:{port}", started, log, _UP_WITHIN_S)
         yield started
 
 
@@ -99,18 +61,3 @@ def first_end(trainer: subprocess.Popen[bytes], *others: subprocess.Popen[bytes]
             return 1
         time.sleep(0.2)
     return trainer.returncode
-
-
-def tail(log: Path, lines: int = 20) -> str:
-    """What a process said last."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-
-
-def _wait_until_up(endpoint: str, started: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + _UP_WITHIN_S
-    while True:
-        with suppress(OSError), urllib.request.urlopen(f"{endpoint}/health", timeout=5):
-            return
-        if started.poll() is not None or time.monotonic() > deadline_s:
-            sys.exit(f"vLLM did not come up:\n{tail(log)}")
-        time.sleep(0.5)

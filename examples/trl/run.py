@@ -23,7 +23,8 @@ ROOT = HERE.parents[1]
 sys.path.append(str(HERE.parent))
 
 import msgspec  # noqa: E402
-from engine import attached, first_end, free_port, process, tail, vllm  # noqa: E402
+from engine import attached, first_end, vllm  # noqa: E402
+from processes import free_port, process, tail  # noqa: E402
 from settings import Settings  # noqa: E402
 
 TRAINER_ENVIRONMENT = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from letters import save_tokenizer
 from policy import ALPHABET, END_TOKEN
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, logging
+from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 
 def make_small(folder: Path) -> Path:
@@ -27,15 +27,6 @@ def make_small(folder: Path) -> Path:
         eos_token_id=END_TOKEN,
         pad_token_id=END_TOKEN,
     )
-    # A token for each letter; the end is a letter, too.
-    tokenizer = Tokenizer(
-        models.WordLevel({letter: token for token, letter in enumerate(ALPHABET)}, unk_token=" ")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    end = ALPHABET[END_TOKEN]
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=end, pad_token=end
-    ).save_pretrained(folder)
+    save_tokenizer(folder, ALPHABET, ALPHABET[END_TOKEN])
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
