@@ -124,6 +124,8 @@ class Listener:
             ssl_keyfile=None if tls is None else str(tls.key),
         )
         logging.getLogger(_QUIET).setLevel(logging.CRITICAL)
+        # asyncio says so of each piece that is written to a connection whose client just went.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
 
         class Server(uvicorn.Server):
             # Signals are the caller's.
