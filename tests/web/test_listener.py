@@ -130,7 +130,7 @@ def test_only_bugs_are_logged(caplog: pytest.LogCaptureFixture) -> None:
         assert is_alive(listener)
         assert not caplog.records
         assert httpx.get(f"{listener.url}/broken", trust_env=False).status_code == 500
-    assert [record.message for record in caplog.records] == ["GET /broken failed"]
+    assert [record.message for record in caplog.records] == ["GET '/broken' failed"]
 
 
 def test_small_answers_do_not_wait_for_each_other() -> None:
