@@ -212,6 +212,8 @@ def test_what_is_not_there_pushes_out_no_record(
     with relaying(upstream, tmp_path / "cache", poll_s=1000.0) as relay:
         first = f"/o/{keys.manifest(lineage, 1)}"
         assert relay.get(first).status_code == 200
+        # Its own first look reads some as well.
+        until(lambda: relay.one.watch.head)
         held_bytes = relay.one.records._held_bytes
         for version in range(100, 150):
             assert relay.get(f"/o/{keys.manifest(lineage, version)}").status_code == 404

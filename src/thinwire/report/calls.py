@@ -69,13 +69,14 @@ class Calls:
         """The follower holds a version, or found again that it is the newest."""
         if place == self._held:
             return
+        is_joining = self._held == Place()
         self._held = place
         if place == self._named:
             self._price = 1.0
             self._was_late = False
         elif not self._is_ahead() and not self._is_answering:
-            # Until it names one before it is found here.
-            self._was_late = self._is_connected
+            # Until it names one before it is found here. What a joiner finds first was there before.
+            self._was_late = self._is_connected and not is_joining
         self._is_owed = self._is_owed and self._is_ahead()
 
     def looked(self) -> None:
