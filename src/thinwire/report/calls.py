@@ -75,7 +75,7 @@ class Calls:
             self._price = 1.0
             self._was_late = False
         elif not self._is_ahead() and not self._is_answering:
-            # Until it names one before it is found here. What a joiner finds first was there before.
+            # Until it names one before it is found here. What a joiner finds first was there.
             self._was_late = self._is_connected and not is_joining
         self._is_owed = self._is_owed and self._is_ahead()
 
