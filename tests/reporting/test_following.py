@@ -130,6 +130,11 @@ def test_idle_is_told_no_more_often_however_often_minds_change() -> None:
     assert 1 <= idle_count <= 4
 
 
+def test_idle_is_told_though_looks_are_closer() -> None:
+    looks = Looks(lambda: None, lambda: None)
+    assert 1 <= sum(1 for _ in looks.updates(0.02, time.monotonic() + 1.0, 0.2)) <= 5
+
+
 def test_sleeping() -> None:
     wakes = Wakes()
     wakes.wake()

@@ -33,6 +33,8 @@ class Looks:
         self._doubt = doubt
         self.wakes = Wakes()
         self.is_stopped = False
+        # When something was yielded last, over all looks: some are closer than idle moments.
+        self._yielded_s = 0.0
 
     def stop(self) -> None:
         """End after the look that runs. Also from a signal handler."""
@@ -49,6 +51,7 @@ class Looks:
             deadline_s: When to end, by the monotonic clock.
             idle_s: As said.
         """
+        self._yielded_s = time.monotonic()
         at: Version | None = None
         cadence = Cadence()
         look_count = 0
@@ -64,6 +67,7 @@ class Looks:
                 cadence.note(found.created_ms / 1000, now_s, found.version - (at or found).version)
                 at = found
                 yield found
+                self._yielded_s = time.monotonic()
             else:
                 yield from self._rest(cadence, now_s, poll_s, deadline_s, idle_s)
             if time.monotonic() >= deadline_s:
@@ -79,9 +83,6 @@ class Looks:
     ) -> Iterator[None]:
         """Sleep until it is time for the next look."""
         jitter = random.random()
-        # However often somebody changes whether they call: what is asked in between is asked of
-        # an engine.
-        idle_until_s = float("inf") if idle_s is None else time.monotonic() + idle_s
         while not self.is_stopped:
             # Whether somebody calls may change in between.
             is_called = self.wakes.are_expected
@@ -90,8 +91,11 @@ class Looks:
             left_s = min(looked_s + wait_s, deadline_s) - now_s
             if left_s <= 0:
                 return
-            if self.wakes.sleep(max(0.0, min(left_s, idle_until_s - now_s))):
+            # However often somebody changes whether they call: what is asked in an idle moment is
+            # asked of an engine.
+            idle_at_s = float("inf") if idle_s is None else self._yielded_s + idle_s
+            if self.wakes.sleep(max(0.0, min(left_s, idle_at_s - now_s))):
                 return
-            if idle_s is not None and time.monotonic() >= idle_until_s:
-                idle_until_s = time.monotonic() + idle_s
+            if time.monotonic() >= idle_at_s:
+                self._yielded_s = time.monotonic()
                 yield None
