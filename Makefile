@@ -100,8 +100,9 @@ vllm-bars: venv .venv-vllm/installed
 	$(VLLM_PY) benchmarks/vllm_bars.py .bench/smollm2/*/00?? --json .bench/vllm_bars.json
 	$(VLLM_PY) benchmarks/vllm_bars.py --made --tensor-parallel 2 --json .bench/vllm_bars_2.json
 
+# ruff without its cache, which does not see that a folder which made a name first-party is gone.
 check: venv
-	$(PY) -m ruff check .
+	$(PY) -m ruff check --no-cache .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports

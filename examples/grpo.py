@@ -38,10 +38,10 @@ from policy import (
     token_log_probs,
     with_model,
 )
+from report import closing_report
 from task import Sums
 from torch import Tensor, nn
 
-from report import closing_report
 from thinwire.torch import Ticket, TorchPublisher
 
 HERE = Path(__file__).resolve().parent

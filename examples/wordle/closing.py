@@ -16,10 +16,10 @@ import torch
 from digests import digest_of, load_folder
 from player import pad
 from policy import token_log_probs
+from report import rebuild
 from trainer import Settings, StepRecord, clipped_share, effective_share, span_of, turns_of
 
 import thinwire
-from report import rebuild
 from thinwire.engines.agreement import Agreement
 from thinwire.engines.engine import label_of
 from thinwire.engines.record import Record
