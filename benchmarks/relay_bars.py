@@ -4,12 +4,16 @@
         [--idle 2000] [--json OUT] [--speed-only]
 
 All followers of a region share one link to the bucket, throttled to 200 Mbit/s with 80 ms each way
-and back. Once each follower takes everything over that link, once all take it from a relay on this
-machine, a process of its own behind the same link. They join (an anchor), and follow a step. Each
-follower's weights are compared with what was published. Then the relay is leant on: malformed
-requests, idle connections, clients that send slowly and clients that do not read, while a good
-client reads an object again and again. Last, how fast one relay's process gives out what it holds,
-in ranges of 8 MiB to followers on this machine. Prints a Markdown table.
+and back. They take a stream in three ways, one after the other, each from a bucket of its own:
+everything over that link; from a relay on this machine, a process of its own behind the same link,
+whose URL is their stream's; and with the relay beside the bucket's URL, as `--relay` has it. They
+join (an anchor) as the relay starts, and follow a step. Keys are pinned, and each follower's
+weights are compared with what was published.
+
+Then the relay is leant on: malformed requests, idle connections, clients that send slowly and
+clients that do not read, while a good client reads an object again and again. Last, how fast one
+relay's process gives out what it holds, in ranges of 8 MiB to followers on this machine. Prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -37,9 +41,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from rude_clients import Held, Target, send_malformed
-from thinwire import Follower, Publisher, open_stream
-from thinwire.store import CountingStore, Store, ThrottledStore, open_store
+from thinwire import Follower, Publisher, Stream, open_stream
+from thinwire.store import CountingStore, ThrottledStore, open_store
 from thinwire.stream.places import objects_of
+from thinwire.stream.signing import SigningKey
 
 BITS_PER_S = 200e6
 LATENCY_S = 0.080
@@ -140,11 +145,11 @@ def relay_process(url: str, folder: Path) -> Iterator[Relay]:
 class Fleet:
     """Followers of one region, each with a folder of its own."""
 
-    def __init__(self, store_of: Callable[[], Store | str], count: int, folder: Path) -> None:
+    def __init__(self, stream_of: Callable[[], Stream], count: int, folder: Path) -> None:
         self._folders = [folder / f"follower-{number}" for number in range(count)]
         self._stack = ExitStack()
         self._followers = [
-            self._stack.enter_context(Follower(open_stream(store_of()), path, lease=False))
+            self._stack.enter_context(Follower(stream_of(), path, lease=False))
             for path in self._folders
         ]
 
@@ -165,39 +170,61 @@ class Fleet:
 
 
 def measure(count: int, anchor_mib: int, folder: Path) -> list[dict[str, Any]]:
-    """Rows of joining and of a step, direct and through a relay."""
+    """Rows of joining and of a step: each way in which a region can take them."""
     versions = models(anchor_mib)
+    ways = {way: take(way, versions, count, folder / way) for way in ("direct", "relay", "beside")}
+    return [
+        {"what": what}
+        | {key: value for taken in ways.values() for key, value in taken[what].items()}
+        for what in ("join", "step")
+    ]
+
+
+def take(
+    way: str, versions: Sequence[dict[str, np.ndarray]], count: int, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """What a fleet takes of two versions in one way, and for how long."""
     bucket = (folder / "bucket").as_uri()
-    rows = []
-    with Publisher(bucket, folder / "baseline", maintain=False) as publisher:
+    key = SigningKey.generate()
+    upstream = link(bucket)
+    with ExitStack() as stack:
+        publisher = stack.enter_context(
+            Publisher(open_stream(bucket, signing_key=key), folder / "baseline", maintain=False)
+        )
         publisher.publish(versions[0])
-        due = digest(folder / "baseline")
-        direct = link(bucket)
-        with relay_process(bucket, folder / "cache") as relay:
-            fleets = {
-                "direct": Fleet(lambda: direct, count, folder / "direct"),
-                "relay": Fleet(lambda: relay.url, count, folder / "relayed"),
+        relay = None
+        if way != "direct":
+            relay = stack.enter_context(relay_process(bucket, folder / "cache"))
+        url = relay.url if relay is not None else ""
+        fleet = Fleet(
+            lambda: open_stream(
+                url if way == "relay" else upstream,
+                relay=url if way == "beside" else None,
+                trusted_keys=[key.public],
+            ),
+            count,
+            folder,
+        )
+        stack.callback(fleet.close)
+
+        def taken_bytes() -> int:
+            through = 0 if relay is None else relay.facts()[0]
+            return through + upstream.counts().downloaded_bytes
+
+        rows: dict[str, dict[str, Any]] = {}
+        before_bytes = 0
+        for version, what in ((1, "join"), (2, "step")):
+            if version == 2:
+                before_bytes = taken_bytes()
+                publisher.publish(versions[1])
+            seconds = fleet.reach(version, digest(folder / "baseline"))
+            rows[what] = {
+                "payload_bytes": payload_bytes(bucket, version),
+                f"{way}_s": seconds,
+                f"{way}_bytes": taken_bytes() - before_bytes,
             }
-            taken: dict[str, Callable[[], int]] = {
-                "direct": lambda: direct.counts().downloaded_bytes,
-                "relay": lambda: relay.facts()[0],
-            }
-            before = dict.fromkeys(taken, 0)
-            for version, what in ((1, "join"), (2, "step")):
-                if version == 2:
-                    # The relay fetches a step before anybody asks.
-                    before = {name: count_of() for name, count_of in taken.items()}
-                    publisher.publish(versions[1])
-                    due = digest(folder / "baseline")
-                row: dict[str, Any] = {"what": what}
-                row["payload_bytes"] = payload_bytes(bucket, version)
-                for name, fleet in fleets.items():
-                    row[f"{name}_s"] = fleet.reach(version, due)
-                    row[f"{name}_bytes"] = taken[name]() - before[name]
-                rows.append(row)
-            for fleet in fleets.values():
-                fleet.close()
-            rows[0]["relay_peak_rss_bytes"] = relay.facts()[1]
+        if relay is not None:
+            rows["join"][f"{way}_peak_rss_bytes"] = relay.facts()[1]
     return rows
 
 
@@ -211,7 +238,7 @@ def payload_bytes(url: str, version: int) -> int:
 
 def lean_on(request_count: int, idle_count: int, folder: Path) -> dict[str, Any]:
     """A good client's troubles while others misbehave."""
-    bucket = (folder / "bucket").as_uri()
+    bucket = (folder / "relay" / "bucket").as_uri()
     with relay_process(bucket, folder / "cache-2") as relay:
         parts = urlsplit(relay.url)
         stream = open_stream(bucket)
@@ -311,13 +338,13 @@ def pace(folder: Path) -> dict[str, float]:
 def show(rows: list[dict[str, Any]], leant: dict[str, Any], count: int) -> None:
     """Print the tables."""
     print(f"| {count} followers | payload MB | from the bucket MB, direct | through a relay | "
-          "all there s, direct | through a relay |")  # fmt: skip
-    print("|---|---|---|---|---|---|")
+          "with `--relay` | all there s, direct | through a relay | with `--relay` |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         cells = [row["what"]]
         cells += [f"{row[name] / 1e6:.2f}" for name in
-                  ("payload_bytes", "direct_bytes", "relay_bytes")]  # fmt: skip
-        cells += [f"{row[name]:.1f}" for name in ("direct_s", "relay_s")]
+                  ("payload_bytes", "direct_bytes", "relay_bytes", "beside_bytes")]  # fmt: skip
+        cells += [f"{row[name]:.1f}" for name in ("direct_s", "relay_s", "beside_s")]
         print(f"| {' | '.join(cells)} |")
     print(f"\nThe relay's peak memory: {rows[0]['relay_peak_rss_bytes'] / (1 << 20):.0f} MiB.\n")
     print(
