@@ -150,8 +150,8 @@ def test_each_role_does_its_work(roles: Roles, tmp_path: Path) -> None:
     set_policy(open_stream(url), SHORT)
     roles.assume("maintainer")
     with Maintainer(url, tmp_path / "m") as maintainer:
-        removed = [maintainer.run_once().removed.object_count for _ in range(3)]
-    assert sum(removed) > 0
+        # Objects have whole seconds there: what is as old as this second is not old yet.
+        until(lambda: maintainer.run_once().removed.object_count > 0, "something is removed")
     roles.assume("follower")
     stream = open_stream(url)
     with Follower(stream, tmp_path / "f") as follower:

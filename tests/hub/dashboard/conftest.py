@@ -11,9 +11,9 @@ import pytest
 from .viewing import FLAGS, Viewer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    """Skips aloud where there is none."""
+    """Skips aloud where there is none. Gone with these tests: its loop runs in this thread."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("the dashboard was NOT tested: there is no chromium (Debian: apt install it)")
