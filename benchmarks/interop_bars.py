@@ -1,11 +1,17 @@
 """Our ARC writers beside Fireworks' own package, on the corpus: sizes and speeds, in one run.
 
     OMP_NUM_THREADS=1 python benchmarks/interop_bars.py CORPUS [--json FILE] [--steps N]
+    OMP_NUM_THREADS=1 python benchmarks/interop_bars.py CORPUS --threads 1 2 [--json FILE]
 
 CORPUS holds runs of consecutive checkpoints (find_corpus.py). arc_v3 of the package waits for all
 of its candidates and keeps the smallest. Speeds are CPU seconds of the process, medians of
 interleaved repetitions over all tensors of a step; each side decodes what the other wrote, and the
 result is compared, before a number counts. Exits with 1 where a bar is missed.
+
+With --threads something else is measured: how long writing a version takes, in every format that a
+mirror or a conversion writes, on so many threads. Times are wall clock; medians of interleaved
+repetitions. Before a number counts, what was written is the same bytes for each number of threads,
+and is read back, tensor by tensor, and compared.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,14 +30,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thinwire.bench.corpus import find_runs, steady_steps
+from thinwire.bench.framing import pack
 from thinwire.bench.peer import Encoded, MissingExtraError
 from thinwire.bench.peers.arc import Arc, OwnArc
-from thinwire.bench.tensors import Checkpoint, as_checkpoint, raw_bytes
+from thinwire.bench.tensors import Checkpoint, Tensor, as_checkpoint, raw_bytes
+from thinwire.checkpoint import Checkpoint as OpenedCheckpoint
 from thinwire.checkpoint import SafetensorsFile
+from thinwire.interop.change import CheckpointChange
+from thinwire.interop.formats import format_named
 
 FORMATS = ("arc_v1", "arc_v2", "arc_v3")
 # How much faster than the package we are at least, in CPU time. arc_v1 has no bar: it is zlib's.
 BARS = {"arc_v1": None, "arc_v2": 1.0, "arc_v3": 3.0}
+
+# What is written with --threads: the format, and what its writer is asked for.
+WRITTEN: list[tuple[str, dict[str, Any]]] = [
+    ("slime", {}),
+    ("skyrl", {}),
+    ("trl", {}),
+    ("grail", {}),
+    *(("fireworks", {"compression_format": name}) for name in FORMATS),
+]
+MADE_TENSORS, MADE_WORDS, MADE_CHANGED = 32, 2 << 20, 0.02
 
 
 class Side(NamedTuple):
@@ -110,6 +131,84 @@ def measure_run(name: str, steps: list[Path], repetition_count: int) -> dict[str
     }
 
 
+def made_step(folder: Path) -> list[Path]:
+    """Two checkpoints of 32 equal tensors of BF16, 128 MiB, 2 % of whose words moved by a step."""
+    rng = np.random.default_rng(0)
+    steps = []
+    states: dict[str, dict[str, Tensor]] = {"old": {}, "new": {}}
+    shape = (1024, MADE_WORDS // 1024)
+    for number in range(MADE_TENSORS):
+        old = (rng.standard_normal(MADE_WORDS, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        moved = (rng.random(MADE_WORDS) < MADE_CHANGED).astype(np.uint16)
+        for side, words in (("old", old), ("new", old + moved)):
+            states[side][f"layers.{number}.weight"] = Tensor("BF16", shape, words)
+    for side, tensors in states.items():
+        steps.append(folder / side)
+        steps[-1].mkdir()
+        (steps[-1] / "model.safetensors").write_bytes(pack(tensors, {"format": "pt"}))
+    return steps
+
+
+def write_version(
+    change: CheckpointChange, name: str, options: dict[str, Any], workers: int
+) -> tuple[dict[str, bytes], float]:
+    """The files of the version by their keys, once they were read back; wall seconds of writing."""
+    row = format_named(name)
+    with tempfile.TemporaryDirectory() as folder:
+        out, chain = Path(folder) / "out", Path(folder) / "chain"
+        out.mkdir()
+        start_s = time.perf_counter()
+        files = row.write_delta(change, out, version=1, base_version=0, workers=workers, **options)
+        spent_s = time.perf_counter() - start_s
+        for file in files:
+            (chain / file.key).parent.mkdir(parents=True, exist_ok=True)
+            file.path.rename(chain / file.key)
+        path = chain / files[0].key
+        with row.open_delta(path.parent if row.has_folders else path) as delta:
+            for tensor, new in change.new.tensors.items():
+                old = change.base.tensors[tensor]
+                found = delta.new_tensor(tensor, old) if tensor in delta.tensors else old
+                if not np.array_equal(found.data, new.data):
+                    sys.exit(f"{name}: tensor {tensor} came back with other bits")
+        return {file.key: (chain / file.key).read_bytes() for file in files}, spent_s
+
+
+def measure_threads(
+    run: str, steps: list[Path], counts: list[int], repetition_count: int
+) -> list[dict[str, Any]]:
+    """Every format, each number of threads."""
+    paths = [step / "model.safetensors" for step in steps]
+    change = CheckpointChange(*(OpenedCheckpoint.open(path) for path in paths))
+    raw = sum(tensor.data.size for tensor in change.new.tensors.values())
+    rows = []
+    for name, options in WRITTEN:
+        spent: dict[int, list[float]] = {count: [] for count in counts}
+        first: dict[str, bytes] | None = None
+        for _ in range(repetition_count):
+            for count in counts:
+                files, spent_s = write_version(change, name, options, count)
+                first = first or files
+                if files != first:
+                    sys.exit(f"{name}: other bytes on {count} threads")
+                spent[count].append(spent_s)
+        medians = {count: statistics.median(times) for count, times in spent.items()}
+        label = options.get("compression_format", name)
+        rows.append({"run": run, "format": label, "raw_bytes": raw, "wall_s": medians})
+        speeds = "  ".join(f"{raw / 1e6 / s:7.0f} MB/s" for s in medians.values())
+        print(f"{run:16} {label:8} {speeds}  {medians[counts[0]] / medians[counts[-1]]:5.2f}x")
+    return rows
+
+
+def compare_threads(corpus: Path, counts: list[int], repetition_count: int) -> list[dict[str, Any]]:
+    """One step of the corpus, of 103 unequal tensors, and one of equal ones."""
+    print("run              format  " + "".join(f"{count:9} threads" for count in counts))
+    run, steps = next(iter(find_runs(corpus).items()))
+    rows = measure_threads(run, steady_steps(steps)[:2], counts, repetition_count)
+    with tempfile.TemporaryDirectory() as folder:
+        rows += measure_threads("made", made_step(Path(folder)), counts, repetition_count)
+    return rows
+
+
 def is_met(row: dict[str, Any]) -> bool:
     bar = BARS[row["format"]]
     return row["larger_count"] == 0 and (bar is None or row["times_encode"] >= bar)
@@ -121,7 +220,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=2, help="steps of each run")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", type=int, nargs="+", help="compare these numbers of threads")
     args = parser.parse_args()
+    if args.threads:
+        rows = compare_threads(args.corpus, args.threads, args.repetitions)
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=2) + "\n")
+        return 0
     try:
         Arc("arc_v3")
     except MissingExtraError as error:

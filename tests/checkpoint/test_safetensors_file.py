@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from thinwire.checkpoint.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile, parse_header
+from thinwire.checkpoint.safetensors_file import (
+    MAX_HEADER_BYTES,
+    SafetensorsFile,
+    build_header,
+    parse_header,
+)
 from thinwire.codec.dtypes import DTYPES
 from thinwire.errors import (
     Corrupt,
@@ -174,6 +179,24 @@ def test_only_regular_files(tmp_path: Path) -> None:
         SafetensorsFile.open(tmp_path / "none")
     with pytest.raises(InvalidArgument):
         SafetensorsFile.open(tmp_path)
+
+
+def test_new_headers_are_read_back() -> None:
+    rows = [(name, dtype, tuple(shape)) for name, (dtype, shape, _) in MIXED.items()]
+    for metadata in ({}, {"format": "pt", "sch\u00f6n": "\u2603"}):
+        parsed = parse_header(build_header(rows, metadata), "x")
+        assert [(name, *span[:2]) for name, span in parsed.spans.items()] == rows
+        assert parsed.metadata == metadata
+        assert len(parsed.bytes) % 8 == 0
+
+
+def test_headers_that_no_reader_takes_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rows in ([("w", "U8", [1])] * 2, [("__metadata__", "U8", [1])], [("\ud800", "U8", [1])]):
+        with pytest.raises(InvalidArgument, match=r"file\.safetensors: "):
+            build_header(rows, {"format": "pt"}, "file.safetensors")
+    monkeypatch.setattr("thinwire.checkpoint.safetensors_file.MAX_HEADER_BYTES", 100)
+    with pytest.raises(LimitExceeded, match="more files"):
+        build_header([("w" * 100, "U8", [1])], {})
 
 
 JSON = st.recursive(

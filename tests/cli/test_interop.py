@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from thinwire.checkpoint import diff_checkpoint
+from thinwire.interop import writing
 from thinwire.testing.hot_load_server import HotLoadServer, serving
 
 from .conftest import Pair, Run, read_json
@@ -66,6 +68,38 @@ def test_convert_takes_options(step: Pair, run: Run, tmp_path: Path) -> None:
         refused = run(*arguments, "--version", 2, "--option", wrong)
         assert refused.exit_code == 2
         assert "option" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["convert", "mirror"])
+def test_workers_code(stream: Lab, run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """As many threads as asked for; without a word one for each processor."""
+    asked = []
+    code_tensors = writing.code_tensors
+
+    def counted(*arguments: Any) -> Any:
+        asked.append(arguments[-1])
+        return code_tensors(*arguments)
+
+    monkeypatch.setattr(writing, "code_tensors", counted)
+    places: tuple[object, ...] = (stream.url, stream.root / "chain")
+    words = {
+        "convert": ("convert", *places, "--to", "slime"),
+        "mirror": (
+            "mirror",
+            *places,
+            "--format",
+            "slime",
+            "--work-dir",
+            stream.root / "w",
+            "--once",
+        ),
+    }[command]
+    if command == "mirror":
+        run(*words)
+        publish_some(stream, VERSIONS + 1, VERSIONS + 1)
+    assert run(*words, "--workers", 3).exit_code == 0
+    assert asked == [3] * (2 if command == "convert" else 1)
+    assert run(*words, "--workers", 0).exit_code == 2
 
 
 def test_convert_needs_a_base(step: Pair, run: Run, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from thinwire.interop.fireworks import arc3
+from thinwire.interop.fireworks.coding import decode
 from thinwire.interop.fireworks.layout import ENVELOPE_MARK, checksum_of, written_layout
-from thinwire.interop.fireworks.payloads import decode
 
 from .making import SHARED
 
@@ -118,10 +118,13 @@ def _changed(words: np.ndarray, dtype: str, change: str, rng: np.random.Generato
 def real_pairs() -> Iterator[tuple[str, Pair]]:
     """Tensors of one step of each run of the project's corpus, but for the largest one."""
     meta = json.loads((CORPUS / "corpus.json").read_text())
+    bases: dict[str, np.ndarray] = {}
     for run, info in meta["runs"].items():
-        raw = lzma.decompress((CORPUS / info["base"]).read_bytes())
-        planes = np.frombuffer(raw, np.uint8).reshape(2, -1)
-        bits = planes[0].astype(np.uint16) | planes[1].astype(np.uint16) << 8
+        if (bits := bases.get(info["base"])) is None:
+            raw = lzma.decompress((CORPUS / info["base"]).read_bytes())
+            planes = np.frombuffer(raw, np.uint8).reshape(2, -1)
+            bits = planes[0].astype(np.uint16) | planes[1].astype(np.uint16) << 8
+            bases[info["base"]] = bits
         steps = np.load(CORPUS / info["file"])
         step = next(step for step in info["steps"] if f"gap_{step}" in steps)
         new = bits.copy()

@@ -12,6 +12,7 @@ all passed; with ``--collect-only`` those of the tests that are there. See
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "claim(format, verb, against): what a test proves")
     if path := config.getoption("--claims", default=None):
         config.pluginmanager.register(Claims(path), "thinwire-claims")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """Processes die in these tests, and no disk loses power: tests/checkpoint are about that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from thinwire.errors import ChecksumMismatch, InvalidArgument, TensorMismatch, ThinwireError
+from thinwire.interop.fireworks.coding import FORMATS, decode, encode, sniff_format
 from thinwire.interop.fireworks.errors import BackendNotFoundError
-from thinwire.interop.fireworks.payloads import FORMATS, decode, encode, sniff_format
 
 from .arc_pairs import PAIR, make_pair, read
 

@@ -27,8 +27,8 @@ from thinwire.errors import (
     Truncated,
     Unsupported,
 )
+from thinwire.interop.fireworks.coding import encode
 from thinwire.interop.fireworks.layout import ENVELOPE_MARK, checksum_of
-from thinwire.interop.fireworks.payloads import encode
 
 from .arc_pairs import PAIR, Body, Pair, body_of, enveloped, packed, read
 
@@ -354,7 +354,7 @@ def test_blobs(payload: bytes, error: type[FormatError]) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_mutated_bodies(data: st.DataObject) -> None:
     """Changed behind the compression: an error, or what has the Adler-32, which is all there is.
 

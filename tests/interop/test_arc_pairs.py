@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from thinwire.interop.fireworks import arc3, arc3_positions, arc3_read
-from thinwire.interop.fireworks.layout import checksum_of, written_layout
-from thinwire.interop.fireworks.payloads import (
+from thinwire.interop.fireworks.coding import (
     ARC_FORMATS,
     FORMATS,
     Encoded,
@@ -21,10 +20,13 @@ from thinwire.interop.fireworks.payloads import (
     encode,
     sniff_format,
 )
+from thinwire.interop.fireworks.layout import checksum_of, written_layout
 
 from .arc_pairs import CORPUS, DTYPES, Package, Pair, make_pair, random_pair, real_pairs
 
-PAIRS_PER_TEST = 260
+PARTS, PAIRS_PER_PART = 8, 260
+# All run for the table (`make interop-table`, which gives --claims); else each fifth one.
+STRIDE = 5
 AGAINST = "2,080 random and 306 real tensors, with fireworks-delta-compression 0.1.0"
 
 
@@ -34,6 +36,11 @@ def claims_both_ways(test: Callable[..., None]) -> Callable[..., None]:
         for verb in ("read", "write"):
             test = pytest.mark.claim(name, verb, AGAINST)(test)
     return test
+
+
+@pytest.fixture(scope="session")
+def stride(pytestconfig: pytest.Config) -> int:
+    return 1 if pytestconfig.getoption("--claims", default=None) else STRIDE
 
 
 @pytest.fixture
@@ -54,10 +61,10 @@ def check_both_ways(package: Package, name: str, pair: Pair) -> None:
 
 
 @claims_both_ways
-@pytest.mark.parametrize("part", range(8))
-def test_random_pairs_both_ways(package: Package, part: int) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_pairs_both_ways(package: Package, part: int, stride: int) -> None:
     seen = set()
-    for seed in range(part * PAIRS_PER_TEST, (part + 1) * PAIRS_PER_TEST):
+    for seed in range(part * PAIRS_PER_PART, (part + 1) * PAIRS_PER_PART, stride):
         pair = random_pair(seed)
         seen.add(pair.dtype)
         # arc_v3 each time, its two elders in turn.
@@ -68,16 +75,18 @@ def test_random_pairs_both_ways(package: Package, part: int) -> None:
 
 @claims_both_ways
 @pytest.mark.skipif(not CORPUS.is_dir(), reason=f"the project's corpus is not in {CORPUS}")
-def test_real_pairs_both_ways(package: Package) -> None:
+def test_real_pairs_both_ways(package: Package, stride: int) -> None:
     count = 0
     for _, pair in real_pairs():
         count += 1
+        if count % stride:
+            continue
         check_both_ways(package, "arc_v2" if count % 2 else "arc_v1", pair)
         check_both_ways(package, "arc_v3", pair)
     assert count == 306
 
 
-@pytest.mark.parametrize("shape", [(200_000,), (400, 500), (9, 100, 300)])
+@pytest.mark.parametrize("shape", [(70_000,), (140, 500), (7, 100, 100)])
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E5M2"])
 def test_large_numbers_and_long_frames(
     package: Package, dtype: str, shape: tuple[int, ...]
@@ -97,7 +106,7 @@ def test_a_tensor_beyond_one_job_of_zstd(package: Package) -> None:
 def test_a_pickle_beyond_one_job_of_zstd(package: Package) -> None:
     """There its zstd cuts blocks elsewhere, at the level of the envelope too."""
     rng = np.random.default_rng(1)
-    for count, share in ((4 << 20, 0.1), (8 << 20, 0.2)):
+    for count, share in ((1 << 20, 0.4), (1 << 20, 0.9)):
         weights = (rng.standard_normal(count, np.float32) * 0.02).view(np.uint32) >> 16
         base = weights.astype(np.uint16)
         steps = rng.integers(1, 4, count, np.uint16) * (rng.random(count) < share)
@@ -113,7 +122,9 @@ def test_pieces_of_the_work_change_nothing(
     for dtype in ("BF16", "F8_E5M2", "F32"):
         layout = written_layout(dtype)
         assert layout is not None
-        for change in ("few", "step", "random", "all", "last", "one"):
+        # By one, all of a tensor takes long; and is the same work for any dtype.
+        dense = ("random", "all") if chunk > 1 or dtype == "BF16" else ()
+        for change in ("few", "step", *dense, "last", "one"):
             pair = make_pair(dtype, shape, change, 4)
             sides = pair.base, pair.new
             checksum = checksum_of(pair.new)
@@ -130,7 +141,7 @@ def test_pieces_of_the_work_change_nothing(
 
 def test_memory_is_bounded_where_everything_changed() -> None:
     """tracemalloc sees numpy's arrays and Python's bytes; 33 and 20 times the tensor once."""
-    count = 4 << 20
+    count = 2 << 20
     rng = np.random.default_rng(0)
     base = (rng.standard_normal(count, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     sides = base.view(np.uint8), (base ^ rng.integers(1, 4, count, np.uint16)).view(np.uint8)
@@ -146,8 +157,10 @@ def test_memory_is_bounded_where_everything_changed() -> None:
         tracemalloc.stop()
         np.testing.assert_array_equal(new, sides[1])
     tensor_bytes = sides[0].size
-    assert max(peaks[::2]) < 16 * tensor_bytes
-    assert max(peaks[1::2]) < 9 * tensor_bytes
+    # A piece of the work has so many numbers of 64 bits, whatever the tensor's size.
+    piece_bytes = 8 * arc3_read.CHUNK
+    assert max(peaks[::2]) < 9 * tensor_bytes + 3 * piece_bytes
+    assert max(peaks[1::2]) < 5 * tensor_bytes + 4 * piece_bytes
 
 
 def test_a_forked_process_has_no_part_in_kept_compressors() -> None:

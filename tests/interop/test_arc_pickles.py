@@ -80,7 +80,7 @@ def has_single_bytes(value: Any) -> bool:
 
 
 @given(storable)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_writes_what_python_writes(value: Any) -> None:
     ours = write_pickle(value)
     assert pickle.loads(ours) == value
@@ -104,7 +104,7 @@ def test_an_open_table_is_the_table() -> None:
 
 
 @given(plain, st.sampled_from([4, 5]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_reads_what_python_writes(value: Any, protocol: int) -> None:
     assert as_bytes(read_pickle(pickle.dumps(value, protocol=protocol))) == value
 

@@ -15,6 +15,7 @@ from thinwire.errors import (
     EngineError,
     LimitExceeded,
 )
+from thinwire.interop import coreweave
 from thinwire.interop.coreweave import (
     MAX_CHAIN_DELTAS,
     CoreWeaveHotLoad,
@@ -23,7 +24,7 @@ from thinwire.interop.coreweave import (
     request_body,
 )
 from thinwire.interop.hot_load_calls import MAX_REPLICAS
-from thinwire.interop.snapshot_plan import SnapshotChain
+from thinwire.testing import hot_load_server
 from thinwire.testing.hot_load_fleet import Fleet
 from thinwire.testing.hot_load_server import DEPLOYMENT_ID, Fault, HotLoadServer, serving
 
@@ -144,20 +145,23 @@ def test_an_identity_is_for_one_snapshot(
     assert "new identity" in failure.value.hint
 
 
-def test_a_chain_has_an_end(endpoint: str, server: HotLoadServer) -> None:
+def test_a_chain_has_an_end(
+    endpoint: str, server: HotLoadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hot_load_server.MAX_CHAIN_DELTAS == MAX_CHAIN_DELTAS == 128
+    monkeypatch.setattr(hot_load_server, "MAX_CHAIN_DELTAS", 5)
     server.fleet = Fleet(["a"])
-    hot_load, chain = client(endpoint, server), SnapshotChain()
-    for number in range(MAX_CHAIN_DELTAS + 1):
+    hot_load = client(endpoint, server)
+    for number in range(6):
         hot_load.signal(f"v{number}", f"v{number - 1}" if number else None)
         hot_load.wait(f"v{number}", 60)
-    with pytest.raises(EngineError, match="more than 128 deltas") as failure:
+    with pytest.raises(EngineError, match="more than 5 deltas") as failure:
         hot_load.signal(f"v{number + 1}", f"v{number}")
     assert "at most 128" in failure.value.hint
-    # What the plan says is never refused so.
-    for number in range(MAX_CHAIN_DELTAS + 2):
-        plan = chain.plan(f"w{number}", "a", full_every=1000, max_deltas=MAX_CHAIN_DELTAS)
-        assert plan.is_full == (number in {0, MAX_CHAIN_DELTAS + 1})
-        chain = chain.after(plan)
+    # A full one begins another chain.
+    hot_load.signal("full")
+    hot_load.wait("full", 60)
+    hot_load.signal("next", "full")
 
 
 def test_a_failed_load(endpoint: str, server: HotLoadServer, bucket: Bucket) -> None:
@@ -218,14 +222,17 @@ def test_replicas_come_in_pages(endpoint: str, server: HotLoadServer) -> None:
     assert [one.name for one in hot_load.replicas("v1")] == [f"z/{name}" for name in names]
 
 
-def test_pages_without_end(endpoint: str, server: HotLoadServer) -> None:
+def test_pages_without_end(
+    endpoint: str, server: HotLoadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hot_load = client(endpoint, server)
     page = json.dumps({"replicas": [{"state": "READY"}] * 5000, "nextPageToken": "again"})
     server.faults = [Fault(status=200, body=page.encode())] * 10
     with pytest.raises(LimitExceeded, match=str(MAX_REPLICAS)):
         hot_load.replicas("v1")
-    server.faults = [Fault(status=200, body=b'{"nextPageToken": "again"}')] * 2000
-    with pytest.raises(LimitExceeded, match="1024 pages"):
+    monkeypatch.setattr(coreweave, "_MAX_PAGES", 30)
+    server.faults = [Fault(status=200, body=b'{"nextPageToken": "again"}')] * 60
+    with pytest.raises(LimitExceeded, match="30 pages"):
         hot_load.replicas("v1")
 
 

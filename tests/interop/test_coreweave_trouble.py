@@ -182,7 +182,7 @@ OPERATION_KEYS = (
 
 
 @given(json_with(*OPERATION_KEYS))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_json_is_described_or_refused(shared: tuple[HotLoadServer, str], said: Any) -> None:
     server, endpoint = shared
     spec = {**SPEC, **said} if isinstance(said, dict) else SPEC

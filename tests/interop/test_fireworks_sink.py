@@ -344,7 +344,7 @@ def test_stop_ends_a_wait_for_replicas(lab: Lab) -> None:
     lab.server.fleet.stuck.add("a")
     sink = lab.sink(wait_s=1e9)
     with Mirror(open_stream(lab.root / "stream"), sink) as mirror:
-        threading.Timer(0.5, mirror.stop).start()
+        threading.Timer(0.1, mirror.stop).start()
         assert list(mirror.run(poll_s=0.01)) == []
 
 

@@ -135,7 +135,7 @@ def test_a_header_of_many_tensors_is_read(tmp_path: Path) -> None:
         assert len(delta.tensors) == 9000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_mutated_frames_never_unpack_to_more(data: st.DataObject) -> None:
     packed = bytearray(by_hand.zstd.compress(sound("v3.1"), 1))

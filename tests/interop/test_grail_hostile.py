@@ -291,7 +291,7 @@ def test_a_look_never_raises(tmp_path: Path, delta: Path) -> None:
 
 
 @pytest.mark.claim("grail", "refuse", "damaged bytes behind right digests")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), layout=st.sampled_from(LAYOUTS))
 def test_mutations_are_errors_or_other_weights(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, layout: str

@@ -245,7 +245,7 @@ REPLICA_KEYS = (
 
 
 @given(st.lists(json_with(*REPLICA_KEYS), max_size=3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_json_is_described_or_refused(
     shared: tuple[HotLoadServer, str], replicas: list[Any]
 ) -> None:

@@ -288,7 +288,7 @@ def test_a_look_never_raises(tmp_path: Path) -> None:
         assert not nemo.is_delta(path)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_mutations_are_errors_or_other_weights(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -306,7 +306,7 @@ def test_mutations_are_errors_or_other_weights(
 
 
 @pytest.mark.claim("nemo", "refuse", "changed pickles and archives")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_mutated_pickles_call_nothing(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

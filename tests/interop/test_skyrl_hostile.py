@@ -301,7 +301,7 @@ class TestBases:
 
 @pytest.mark.claim("skyrl", "refuse", "damaged bytes, a bad manifest for each rule")
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_damage_is_an_error_or_does_no_harm(

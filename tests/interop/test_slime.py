@@ -24,7 +24,7 @@ from thinwire.errors import (
 from thinwire.interop import slime
 from thinwire.interop.change import CheckpointChange
 from thinwire.interop.foreign import ForeignDelta
-from thinwire.interop.payloads import declared_bytes
+from thinwire.interop.payload_files import declared_bytes
 from thinwire.interop.slime_write import encode_overwrite
 
 from . import by_hand

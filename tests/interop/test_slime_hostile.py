@@ -317,7 +317,7 @@ def test_another_base(base: Checkpoint, folder: Path, tmp_path: Path) -> None:
 @pytest.mark.claim("slime", "refuse", "damaged bytes, a bad file for each rule")
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_damage_is_an_error_or_does_no_harm(

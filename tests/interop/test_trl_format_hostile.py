@@ -251,7 +251,7 @@ def test_hostile_steps_in_a_chain(tmp_path: Path) -> None:
 
 @pytest.mark.claim("trl-v1", "refuse", "damaged bytes, a bad file for each rule")
 @pytest.mark.claim("trl-v2", "refuse", "damaged bytes, a bad file for each rule")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), kind=st.sampled_from([("v1", "raw"), ("v2", "raw"), ("v2", "gap_delta")]))
 def test_mutations_are_errors_or_other_weights(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: tuple[str, str]

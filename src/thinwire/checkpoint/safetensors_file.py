@@ -1,4 +1,4 @@
-"""Safetensors files: a strict header parser and a memory-mapped reader.
+"""Safetensors files: a strict header parser, a memory-mapped reader, and new headers.
 
 The rules are those of the safetensors library, and stricter where the format's text is: the header
 starts with ``{``, no key appears twice, and the tensors cover the data without holes or overlap.
@@ -6,7 +6,8 @@ starts with ``{``, no key appears twice, and the tensors cover the data without 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +15,14 @@ from typing import Any, NamedTuple
 from thinwire.checkpoint.disk import ByteArray, map_file
 from thinwire.checkpoint.strict_json import parse_object
 from thinwire.codec.dtypes import byte_count
-from thinwire.errors import Corrupt, FormatError, LimitExceeded, Truncated
+from thinwire.errors import Corrupt, FormatError, InvalidArgument, LimitExceeded, Truncated
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 MAX_EXTENT = 1 << 63
 
+# Readers map files: so the tensors of a new one begin at a multiple of this.
+_ALIGNMENT = 8
 _FETCH_AGAIN = "Fetch or write the file again"
 
 
@@ -127,6 +130,47 @@ def parse_header(data: bytes, file: object) -> Header:
             raise _fault(file, f"it {kind} the tensor before it", name)
         stop = span.stop
     return Header(data, metadata, dict(spans), stop)
+
+
+def build_header(
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    metadata: Mapping[str, str],
+    file: object = "a new safetensors file",
+) -> bytes:
+    """Everything before the data of a new file whose tensors follow each other.
+
+    Args:
+        tensors: Name, dtype and shape of each.
+        metadata: The free-form strings; none: the header does not mention any.
+        file: Its name for messages.
+
+    Raises:
+        InvalidArgument: A name is not Unicode text, or two are the same.
+        LimitExceeded: A reader takes no header of that size.
+    """
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    stop = 0
+    for name, dtype, shape in tensors:
+        if name in fields or name == "__metadata__":
+            raise InvalidArgument(
+                f"{file}: two tensors are called {name[:200]!r}", hint="Write one"
+            )
+        start, stop = stop, stop + byte_count(dtype, shape)
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+    try:
+        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        odd = error.object[: error.end].rpartition('"')[2][-200:]
+        raise InvalidArgument(
+            f"{file}: {odd!r} is not Unicode text", hint="Give it another name"
+        ) from None
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise LimitExceeded(
+            f"{file}: a header of {len(text)} bytes; readers take {MAX_HEADER_BYTES}",
+            hint="Spread the tensors over more files",
+        )
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def check_header_bytes(header_bytes: int, file: object) -> None:

@@ -254,10 +254,9 @@ def _fireworks_sink(
     hosted: dict[str, Any],
 ) -> MirrorSink:
     from thinwire.interop.fireworks.hot_load import ENDPOINT, HotLoad, PromptCache
-    from thinwire.interop.fireworks.sink import FireworksSink
+    from thinwire.interop.fireworks.sink import FULL_EVERY, FireworksSink
     from thinwire.interop.formats import format_named
     from thinwire.interop.mirror_sink import refuse_same_place
-    from thinwire.interop.snapshot_plan import FULL_EVERY
 
     format_named("fireworks").check_options(options)
     refuse_same_place(stream, folder, store)

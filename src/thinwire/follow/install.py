@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from thinwire.checkpoint.plan import plan_result
 from thinwire.checkpoint.safetensors_file import (
     LENGTH_BYTES,
     Header,
+    build_header,
     check_header_bytes,
     parse_header,
 )
@@ -228,21 +228,11 @@ def _write_part(
 ) -> None:
     """Write a safetensors file of the chosen tensors."""
     chosen = _chosen(header, selection)
-    fields: dict[str, object] = {}
-    if header.metadata:
-        fields["__metadata__"] = dict(header.metadata)
-    at = 0
-    for name in chosen:
-        span = header.spans[name]
-        size = span.stop - span.start
-        offsets = [at, at + size]
-        fields[name] = {"dtype": span.dtype, "shape": list(span.shape), "data_offsets": offsets}
-        at += size
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    view = create_mapped(path, LENGTH_BYTES + len(text) + at)
-    view[: LENGTH_BYTES + len(text)] = memoryview(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-    for data, start in _placed(chosen, tensors, LENGTH_BYTES + len(text)):
+    rows = [(name, header.spans[name].dtype, header.spans[name].shape) for name in chosen]
+    begin = build_header(rows, header.metadata, path)
+    view = create_mapped(path, len(begin) + sum(tensors[name].size for name in chosen))
+    view[: len(begin)] = memoryview(begin)
+    for data, start in _placed(chosen, tensors, len(begin)):
         view[start : start + data.size] = data
     sync(path)
 

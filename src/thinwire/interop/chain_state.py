@@ -20,7 +20,8 @@ from thinwire.codec.container import Attachment
 from thinwire.codec.digest import xxh3_64
 from thinwire.codec.write import write_delta
 from thinwire.errors import AlreadyExists
-from thinwire.interop.change import Change, CheckpointChange, spooled_pairs
+from thinwire.interop.change import Change, CheckpointChange
+from thinwire.interop.writing import spooled_pairs
 
 
 class ChainState:
@@ -77,7 +78,7 @@ def write_thinwire(change: Change, target: Path, workers: int, overwrite: bool) 
     temporary = temporary_sibling(target)
     try:
         with (
-            spooled_pairs(change, target.absolute().parent) as pairs,
+            spooled_pairs(change, target.absolute().parent, workers=workers) as pairs,
             os_errors("cannot write", target),
             temporary.open("xb") as file,
         ):

@@ -16,15 +16,11 @@ from typing import Any, NamedTuple
 
 from thinwire.checkpoint import Checkpoint
 from thinwire.codec.delta import Delta
+from thinwire.codec.threads import default_workers
 from thinwire.errors import InvalidArgument, VersionGap
 from thinwire.follow import Stream, open_stream
 from thinwire.interop.chain_state import ChainState, write_thinwire
-from thinwire.interop.change import (
-    Change,
-    CheckpointChange,
-    DeltaChange,
-    ForeignChange,
-)
+from thinwire.interop.change import Change, CheckpointChange, DeltaChange, ForeignChange
 from thinwire.interop.destination import Destination, scratch_folder
 from thinwire.interop.foreign import ChainVersion
 from thinwire.interop.formats import Format, chain_of, format_named, format_of
@@ -67,7 +63,7 @@ def convert_delta(
     base_version: int | None = None,
     options: Mapping[str, Any] | None = None,
     work_dir: str | os.PathLike[str] | None = None,
-    workers: int = 1,
+    workers: int | None = None,
     single_writer: bool = False,
     overwrite: bool = False,
 ) -> Converted:
@@ -83,7 +79,7 @@ def convert_delta(
         options: What the format's writer is asked for.
         work_dir: Where new tensors and files wait: room for two models. None: the system's folder
             for temporary files.
-        workers: Threads.
+        workers: Threads; None: one for each processor, at most eight.
         single_writer: The target has no put-if-absent, and nobody else writes to it.
         overwrite: Replace the file ``target``.
 
@@ -92,6 +88,7 @@ def convert_delta(
         TensorMismatch, Unsupported: The format has no delta for that.
         FormatError, ApplyError, StoreError: As reading and writing have them; nothing was written.
     """
+    workers = default_workers() if workers is None else workers
     checkpoint = Checkpoint.open(base, ignore_subfolders=True)
     with ExitStack() as stack:
         work = stack.enter_context(scratch_folder(work_dir))
@@ -102,7 +99,7 @@ def convert_delta(
             size = write_thinwire(change, Path(target), workers, overwrite)
             return Converted(*said, False, Path(target).name, source_bytes, size)
         number, before = _numbers(said, version, base_version)
-        destination = _destination(target, format_named(to), options, work, single_writer)
+        destination = _destination(target, format_named(to), options, work, workers, single_writer)
         newest = destination.newest
         if newest is not None and newest.version != before and newest.version < number:
             raise VersionGap(
@@ -125,7 +122,7 @@ def convert_chain(
     base: str | os.PathLike[str] | None = None,
     options: Mapping[str, Any] | None = None,
     work_dir: str | os.PathLike[str] | None = None,
-    workers: int = 1,
+    workers: int | None = None,
     single_writer: bool = False,
 ) -> Iterator[Converted]:
     """Write a whole chain in another format, version after version.
@@ -139,7 +136,7 @@ def convert_chain(
         options: What the format's writer is asked for.
         work_dir: Where the states between are kept: room for three models, for "thinwire" for
             four. None: the system's folder for temporary files.
-        workers: Threads.
+        workers: Threads; None: one for each processor, at most eight.
         single_writer: The target has no put-if-absent, and nobody else writes to it.
 
     Raises:
@@ -147,6 +144,7 @@ def convert_chain(
         VersionGap: A version is missing.
         ThinwireError: As :func:`convert_delta`; the versions before were written.
     """
+    workers = default_workers() if workers is None else workers
     found = chain_of(Path(source))
     if found is None:
         raise InvalidArgument(
@@ -175,7 +173,7 @@ def convert_stream(
     *,
     options: Mapping[str, Any] | None = None,
     work_dir: str | os.PathLike[str] | None = None,
-    workers: int = 1,
+    workers: int | None = None,
     single_writer: bool = False,
     **follower_options: Any,
 ) -> Iterator[Converted]:
@@ -188,7 +186,7 @@ def convert_stream(
         options: What the format's writer is asked for.
         work_dir: Where a copy of the model is kept meanwhile: room for three models. None: the
             system's folder for temporary files.
-        workers: Threads.
+        workers: Threads; None: one for each processor, at most eight.
         single_writer: The target has no put-if-absent, and nobody else writes to it.
         follower_options: As for :class:`thinwire.Follower`.
 
@@ -287,7 +285,7 @@ def _chain_writer(
     single_writer: bool,
 ) -> Iterator[_ChainWriter | _StreamWriter]:
     if to != THINWIRE:
-        destination = _destination(target, format_named(to), options, work, single_writer)
+        destination = _destination(target, format_named(to), options, work, workers, single_writer)
         if destination.newest is not None:
             raise InvalidArgument(
                 f"{destination.store.url} has versions already: they would be of two chains",
@@ -382,6 +380,7 @@ def _destination(
     format: Format,
     options: Mapping[str, Any] | None,
     work: Path,
+    workers: int,
     single_writer: bool,
 ) -> Destination:
     return Destination(
@@ -392,6 +391,7 @@ def _destination(
         full_every=0,
         keep_full=0,
         work_dir=work / "out",
+        workers=workers,
     )
 
 

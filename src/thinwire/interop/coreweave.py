@@ -38,7 +38,7 @@ from thinwire.interop.hot_load_calls import (
     check_replica_count,
     shown,
 )
-from thinwire.interop.snapshot_plan import check_identity
+from thinwire.interop.snapshot_identity import check_identity
 
 ENDPOINT = "https://api.coreweave.com"
 MAX_CHAIN_DELTAS = 128

@@ -1,19 +1,16 @@
 """Where a chain of another system's versions is kept: a folder or a bucket.
 
-Beside the chain lies ``thinwire-mirror.json``, the *record*: of which stream it is a copy, in which
-format, which versions of it are there, which one is being written, and by whom. A version is named
-after its own commit, so it is whole; one that was cut short is removed and written again. What is
-there is never replaced, neither what thinwire wrote nor what it did not, and versions only rise.
+Beside the chain lies a *record* (:mod:`thinwire.interop.held_record`), which says what is there and
+what is being written. A version is named after its own commit, so it is whole; one that was cut
+short is removed and written again. What is there is never replaced, neither what thinwire wrote nor
+what it did not, and versions only rise. One at a time writes: the holder of the record, which looks
+whether it still is before it puts any file.
 
-Who opens a destination becomes its holder; another one that still writes finds that out before its
-next write, and stops. A store that is only read and written cannot rule out that two who begin at
-the same moment both go on for one version.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,31 +18,21 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from thinwire.checkpoint import Checkpoint
 from thinwire.checkpoint.disk import os_errors, remove_quietly
-from thinwire.errors import (
-    AlreadyExists,
-    Fenced,
-    LimitExceeded,
-    NotFound,
-)
+from thinwire.errors import AlreadyExists, NotFound
 from thinwire.interop.change import Change
 from thinwire.interop.foreign import OutFile
 from thinwire.interop.formats import Format
-from thinwire.interop.mirror_record import (
-    MAX_RECORD_BYTES,
-    RECORD,
-    MirroredVersion,
-    MirrorRecord,
-    read_record,
-)
+from thinwire.interop.held_record import HeldRecord
+from thinwire.interop.mirror_record import MirroredVersion, MirrorRecord
 from thinwire.store import Store
 
 # Where nothing is ever deleted, the record need not name what is long past.
 _NAMED_VERSIONS = 256
 _UPLOADS = 4
+# A last file up to this size is put if absent, for which it is held in memory.
+_MAX_COMMIT_BYTES = 64 << 20
 
 
 class Destination:
@@ -61,10 +48,12 @@ class Destination:
         keep_full: Full versions to keep, with the deltas after the oldest of them; 0: all.
         keeps_served: Delete nothing that whoever serves ``record.served`` would need to start anew.
         work_dir: Where files wait before they are uploaded.
+        workers: Threads that code a delta; what is written is the same for any number.
         between: Called between two uploads.
 
     Raises:
         InvalidArgument: Something else is there, or an option is not one.
+        Fenced: Another one begins to write here at this moment.
     """
 
     def __init__(
@@ -78,6 +67,7 @@ class Destination:
         keep_full: int = 2,
         keeps_served: bool = False,
         work_dir: Path,
+        workers: int = 1,
         between: Callable[[], None] = lambda: None,
     ) -> None:
         format.check_options(options or {})
@@ -89,12 +79,13 @@ class Destination:
         self._keeps_served = keeps_served
         self._work_dir = work_dir
         self._between = between
-        self._holder: str | None = None  # who the record should name; None: there is none
-        self.record = MirrorRecord(format.name, stream, secrets.token_hex(8))
-        found = self._read_record()
-        if found is not None:
-            self._holder = found.holder
-            self.record = msgspec.structs.replace(found, holder=self.record.holder)
+        self._workers = workers
+        self._held = HeldRecord(store, format, stream)
+
+    @property
+    def record(self) -> MirrorRecord:
+        """What the destination says of itself."""
+        return self._held.record
 
     @property
     def newest(self) -> MirroredVersion | None:
@@ -142,6 +133,7 @@ class Destination:
                 staging,
                 version=version,
                 base_version=base_version,
+                workers=self._workers,
                 **self.options,
                 **naming,
             )
@@ -163,39 +155,41 @@ class Destination:
     def begin(self, *, version: int, source: str) -> MirroredVersion:
         """Note down a version that both sides hold already, where the format has no full ones."""
         begun = MirroredVersion(version, None, "", source, [], 0)
-        self._save(versions=[begun])
+        self._held.save(versions=[begun])
         return begun
 
     def note_announced(self, name: str) -> None:
         """A deployment is about to be told of a version."""
+        self._held.hold()
         names = {row.name for row in self.record.versions}
         kept = [other for other in self.record.announced if other in names and other != name]
-        self._save(announced=[*kept, name])
+        self._held.save(announced=[*kept, name])
 
     def note_served(self, name: str) -> None:
         """A deployment was seen to serve a version, and only that; what is not kept goes."""
         if name != self.record.served:
-            self._save(served=name)
+            self._held.save(served=name)
             self.prune()
 
     def note_told(self, name: str) -> None:
         """The caller was told of a version, and did what it does then."""
         if name != self.record.told:
-            self._save(told=name)
+            self._held.save(told=name)
 
     def drop(self, name: str) -> None:
         """Remove a version that nobody serves or will."""
         doomed = [row for row in self.record.versions if row.name == name]
         kept = [row for row in self.record.versions if row.name != name]
+        self._held.hold()
         self._delete(doomed, kept)
-        self._save(versions=kept)
+        self._held.save(versions=kept)
 
     def prune(self) -> None:
         """Delete what comes before the oldest full version that is kept, or the rest of it."""
         rows = self.record.versions
         if not self._keep_full:
             if len(rows) > 2 * _NAMED_VERSIONS:
-                self._save(versions=rows[-_NAMED_VERSIONS:])
+                self._held.save(versions=rows[-_NAMED_VERSIONS:])
             return
         full = [number for number, row in enumerate(rows) if row.base is None]
         if len(full) <= self._keep_full:
@@ -206,9 +200,10 @@ class Destination:
             first = max((n for n in full if at and n <= at[0]), default=0) if at else 0
             first = min(first, full[-self._keep_full])
         if first:
+            self._held.hold()
             # Named until it is gone, so that nothing is left behind that nobody knows of.
             self._delete(rows[:first], rows[first:])
-            self._save(versions=rows[first:])
+            self._held.save(versions=rows[first:])
 
     def _ship(
         self, files: list[OutFile], version: int, base: int | None, source: str
@@ -223,14 +218,33 @@ class Destination:
 
         with ThreadPoolExecutor(_UPLOADS) as pool:
             # An upload that failed is raised here, before anything is committed.
-            for _ in pool.map(lambda file: self.store.put_file(file.key, file.path), files[:-1]):
+            for _ in pool.map(self._upload, files[:-1]):
                 self._between()
-        self._check_held()
-        self.store.put_file(files[-1].key, files[-1].path)
+        self._commit(files[-1], sizes[-1])
         written = MirroredVersion(version, base, name, source, keys, sum(sizes))
-        self._save(versions=[*self.record.versions, written], writing="")
+        self._held.save(versions=[*self.record.versions, written], writing="")
         self.prune()
         return written
+
+    def _upload(self, file: OutFile) -> None:
+        self._held.hold()
+        self.store.put_file(file.key, file.path)
+
+    def _commit(self, file: OutFile, size_bytes: int) -> None:
+        """Put the file that makes a version exist; a small one of another holder's stays."""
+        if size_bytes > _MAX_COMMIT_BYTES or file.key in self.format.shared_keys:
+            self._upload(file)
+            return
+        with os_errors("cannot read", file.path):
+            data = file.path.read_bytes()
+        self._held.hold()
+        try:
+            self.store.put_if_absent(file.key, data)
+        except AlreadyExists:
+            self._held.hold()
+            # It may be this one's own, of an attempt whose answer was lost.
+            if self.store.get(file.key, limit_bytes=_MAX_COMMIT_BYTES) != data:
+                raise
 
     def _begin_writing(self, name: str, keys: list[str], version: int) -> None:
         """Make sure of the place, and say what is being written: whose it is, if it is cut short.
@@ -238,7 +252,6 @@ class Destination:
         Raises:
             AlreadyExists: The destination is past that version, or holds something else there.
         """
-        self._check_held()
         newest = self.newest
         is_known = any(row.name == name for row in self.record.versions)
         if is_known or (newest is not None and version < newest.version):
@@ -250,18 +263,22 @@ class Destination:
                 version=version,
             )
         if self.record.writing:
+            self._held.hold()
             self._clear(self.record.writing)
         if self.record.writing != name:
             self._refuse_existing(name, keys)
-            self._save(writing=name)
+            self._held.save(writing=name)
 
     def _refuse_existing(self, name: str, keys: list[str]) -> None:
         """Refuse to write among what lay there before."""
         named = {key for row in self.record.versions for key in row.keys}
-        there = [key for key in {keys[0], keys[-1]} - named if self._exists(key)]
+        others = [key for key in keys if not key.startswith(f"{name}/") and key not in named]
+        there = [key for key in others if self._exists(key)]
         if not there and self.format.has_folders:
             there = [entry.key for entry in self.store.list(f"{name}/")][:1]
         if there:
+            # What another one wrote a moment ago is a matter of who the holder is.
+            self._held.hold()
             raise AlreadyExists(
                 f"{self.store.url}/{there[0]} exists, and this copy's record does not name it",
                 hint="Give another destination",
@@ -300,36 +317,6 @@ class Destination:
                 break
             count += 1
         return count
-
-    def _check_held(self) -> None:
-        """Raise Fenced if another one writes here now."""
-        found = self._read_record()
-        if (None if found is None else found.holder) != self._holder:
-            raise Fenced(
-                f"{self.store.url}: another one began to write to this destination",
-                hint="Stop one of them; one at a time writes to a destination",
-                url=self.store.url,
-            )
-
-    def _save(self, **changes: Any) -> None:
-        record = msgspec.structs.replace(self.record, **changes)
-        data = msgspec.json.encode(record)
-        if len(data) > MAX_RECORD_BYTES:
-            raise LimitExceeded(
-                f"{self.store.url}/{RECORD} would have {len(data)} bytes; it may have"
-                f" {MAX_RECORD_BYTES}",
-                hint="Keep fewer versions, or go on at another destination",
-            )
-        self._check_held()
-        if self._holder is None:
-            self.store.put_if_absent(RECORD, data)
-        else:
-            self.store.put(RECORD, data)
-        self._holder = record.holder
-        self.record = record
-
-    def _read_record(self) -> MirrorRecord | None:
-        return read_record(self.store, self.format, self.record.stream)
 
     def _staging(self) -> AbstractContextManager[Path]:
         with os_errors("cannot create", self._work_dir):

@@ -69,9 +69,16 @@ class Format:
         return found
 
     def write_delta(
-        self, change: Change, out: Path, *, version: int, base_version: int, **options: Any
+        self,
+        change: Change,
+        out: Path,
+        *,
+        version: int,
+        base_version: int,
+        workers: int = 1,
+        **options: Any,
     ) -> list[OutFile]:
-        """Write one delta into the empty folder ``out``.
+        """Write one delta into the empty folder ``out``: the same bytes for any number of threads.
 
         Raises:
             TensorMismatch, Unsupported: The format has no delta for that.
@@ -83,7 +90,12 @@ class Format:
                 hint=f"Write one of {', '.join(names(lambda other: other.writes_deltas))}",
             )
         written: list[OutFile] = self._function("write_delta")(
-            change, out, version=version, base_version=base_version, **options
+            change,
+            out,
+            version=version,
+            base_version=base_version,
+            workers=workers,
+            **options,
         )
         return written
 

@@ -14,6 +14,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import xxhash
@@ -52,7 +53,7 @@ from thinwire.interop.grail_writing import (
     write_delta,
     write_full,
 )
-from thinwire.interop.payloads import MAX_FILES
+from thinwire.interop.payload_files import MAX_FILES
 from thinwire.interop.sparse import NewWords, check_fits, words_of
 from thinwire.interop.unpacked import FrameReader, description_limit, expansion_limit
 
@@ -84,6 +85,7 @@ class GrailDelta(ForeignDelta):
         header_text = self._read_header(FrameReader(SYSTEM, self._path, self._frame))
         self._header = parse_header(header_text, self._path)
         self._data: ByteArray | None = None
+        self._unpacking = Lock()
         self._is_fitted = False
         said = _read_json(folder / WEIGHTS_METADATA_NAME)
         self._check_said(said, before, folder / WEIGHTS_METADATA_NAME)
@@ -124,11 +126,13 @@ class GrailDelta(ForeignDelta):
         entry = self._header.entries[name]
         old = require_base(SYSTEM, name, base, self._path)
         check_fits(SYSTEM, self._path, name, (entry.dtype, entry.shape), old)
-        if self._data is None:
-            self._data = self._unpack()
-        index = array_at(self._data, entry.indices, entry.index_type)
-        columns = array_at(self._data, entry.columns, entry.column_type)
-        new_bits = self._data[slice(*entry.values)]
+        with self._unpacking:
+            if self._data is None:
+                self._data = self._unpack()
+            data = self._data
+        index = array_at(data, entry.indices, entry.index_type)
+        columns = array_at(data, entry.columns, entry.column_type)
+        new_bits = data[slice(*entry.values)]
         values = words_of(StoredTensor(entry.dtype, (entry.changed_count,), new_bits))
         new = NewWords(SYSTEM, self._path, name, old)
         start = 0

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, BinaryIO, NamedTuple, cast
-
-import numpy as np
+from typing import Any, BinaryIO, NamedTuple
 
 from thinwire.checkpoint import Checkpoint
 from thinwire.checkpoint.disk import ByteArray, map_file, os_errors, write_file
@@ -20,7 +16,7 @@ from thinwire.checkpoint.file_names import SINGLE_FILE
 from thinwire.checkpoint.safetensors_file import StoredTensor
 from thinwire.codec.dtypes import dtype_named
 from thinwire.errors import InvalidArgument, Unsupported
-from thinwire.interop.change import Change, changed_tensors
+from thinwire.interop.change import Change
 from thinwire.interop.foreign import OutFile
 from thinwire.interop.grail_layout import (
     DTYPES,
@@ -34,9 +30,10 @@ from thinwire.interop.grail_layout import (
     split_positions,
 )
 from thinwire.interop.hf import SINGLE_NAME
-from thinwire.interop.payloads import refuse_other_changes
-from thinwire.interop.sparse import NewWords, changed_positions, words_of
+from thinwire.interop.sparse import NewWords, Words, changed_positions, words_of
 from thinwire.interop.torch_names import TORCH_NAMES
+from thinwire.interop.unnamed import map_written, unnamed_file
+from thinwire.interop.writing import code_changes, refuse_other_changes
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -93,6 +90,7 @@ def write_delta(
     base_version: int,
     layout: str = "v3.1",
     anchor_version: int | None = None,
+    workers: int = 1,
 ) -> list[OutFile]:
     """Write one delta: ``DELTA`` of the window ``version``, and its ``READY-``.
 
@@ -105,6 +103,8 @@ def write_delta(
         base_version: The window it is made from.
         layout: "v2", "v3" or "v3.1".
         anchor_version: The newest full window, which grail keeps for as long as this one.
+        workers: Threads that find the changes; the one zstd frame over them, and the hash, are made
+            on one. The bytes are the same for any number.
 
     Raises:
         InvalidArgument: The layout is not one, or the window is not after its base.
@@ -124,12 +124,9 @@ def write_delta(
             hint="Windows count up from 0",
         )
     refuse_other_changes(SYSTEM, change)
-    with os_errors("cannot write in", out), TemporaryFile(dir=out) as spool:
-        spooled = _spool_changes(change, layout, cast(BinaryIO, spool))
-        spool.flush()
-        data: ByteArray = np.empty(0, np.uint8)
-        if spooled:
-            data = np.frombuffer(mmap.mmap(spool.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    with unnamed_file(out) as spool:
+        spooled = _spool_changes(change, layout, spool, workers)
+        data = map_written(spool)
         _write_data(out / DATA_NAME, layout, spooled, data)
         weights_hash = _hash_new_weights(change, layout, spooled, data)
     windows = {"prev_window": base_version, "anchor_window": anchor_version}
@@ -160,10 +157,14 @@ def write_full(checkpoint: Checkpoint, out: Path, *, version: int) -> list[OutFi
     return _finish(out, _metadata(version, None, FULL), files)
 
 
-def _spool_changes(change: Change, layout: str, spool: BinaryIO) -> dict[str, _Spooled]:
+def _spool_changes(
+    change: Change, layout: str, spool: BinaryIO, workers: int
+) -> dict[str, _Spooled]:
     """The arrays of each changed tensor, written in the order in which tensors come."""
-    spooled = {}
-    for name, old, new in changed_tensors(change):
+
+    def code(
+        name: str, old: StoredTensor, new: StoredTensor
+    ) -> tuple[Part, tuple[Words, Words, Words]]:
         if new.dtype not in _GRAIL_NAMES or not new.shape:
             what = f"is {new.dtype}" if new.shape else "has no axes"
             raise Unsupported(
@@ -172,8 +173,12 @@ def _spool_changes(change: Change, layout: str, spool: BinaryIO) -> dict[str, _S
                 tensor=name,
             )
         positions = changed_positions(old, new)
-        arrays = (*split_positions(positions, new.shape, layout), words_of(new)[positions])
-        part = Part.of(name, _GRAIL_NAMES[new.dtype], new.shape, arrays)
+        index, columns = split_positions(positions, new.shape, layout)
+        arrays = index, columns, words_of(new)[positions]
+        return Part.of(name, _GRAIL_NAMES[new.dtype], new.shape, arrays), arrays
+
+    spooled = {}
+    for name, (part, arrays) in code_changes(change, code, workers):
         spooled[name] = _Spooled(part, spool.tell())
         for array in arrays:
             if array.size:

@@ -1,5 +1,6 @@
-"""What a destination says of itself: ``thinwire-mirror.json``, beside the chain.
+"""What a destination says of itself: a record below ``thinwire-mirror/``, beside the chain.
 
+Every holder has a record of its own, with the next number; the one with the highest number counts.
 It is hostile as anything in a bucket: what it names may be deleted one day, so each name must look
 like one of the format's, and each key lie below its version's name.
 """
@@ -15,8 +16,10 @@ from thinwire.interop.formats import Format
 from thinwire.store import Store
 from thinwire.store.store import key_fault
 
-RECORD = "thinwire-mirror.json"
+RECORDS = "thinwire-mirror/"
 MAX_RECORD_BYTES = 64 << 20
+
+_RECORD = re.compile(r"thinwire-mirror/(\d{12})\.json", re.ASCII)
 
 
 class MirroredVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,15 +66,27 @@ class MirrorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     told: str = ""
 
 
-def read_record(store: Store, format: Format, stream: str) -> MirrorRecord | None:
-    """The record at a destination; None: there is none.
+def record_key(number: int) -> str:
+    """Where the record of the holder of a number lies."""
+    return f"{RECORDS}{number:012d}.json"
+
+
+def list_records(store: Store, *, after: int = 0) -> list[int]:
+    """The numbers of the records at a destination beyond ``after``, rising."""
+    entries = store.list(RECORDS, after=record_key(after))
+    found = (_RECORD.fullmatch(entry.key) for entry in entries)
+    return [int(match[1]) for match in found if match]
+
+
+def read_record(store: Store, number: int, format: Format, stream: str) -> MirrorRecord | None:
+    """The record of a number at a destination; None: there is none.
 
     Raises:
         Corrupt: It is malformed, or names what is not its own.
         InvalidArgument: It is of another format, or of a copy of something else than ``stream``.
     """
     try:
-        data = store.get(RECORD, limit_bytes=MAX_RECORD_BYTES)
+        data = store.get(record_key(number), limit_bytes=MAX_RECORD_BYTES)
     except NotFound:
         return None
     try:
@@ -107,7 +122,7 @@ def _are_keys(format: Format, row: MirroredVersion) -> bool:
 
 def _malformed(store: Store, reason: str) -> Corrupt:
     return Corrupt(
-        f"{store.url}/{RECORD} is malformed: {reason}",
+        f"the record at {store.url}/{RECORDS} is malformed: {reason}",
         hint="Give another destination, or empty this one",
         url=store.url,
     )

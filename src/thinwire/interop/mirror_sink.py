@@ -9,6 +9,7 @@ from typing import Any
 
 from thinwire.checkpoint.disk import remove_quietly
 from thinwire.codec.delta_set import DeltaSet
+from thinwire.codec.threads import default_workers
 from thinwire.errors import (
     BaseUnusable,
     InvalidArgument,
@@ -38,7 +39,7 @@ class MirrorSink(CheckpointSink):
         folder: As for :class:`thinwire.CheckpointSink`.
         destination: Opens the destination, given a folder for what waits to be uploaded and what to
             call between two uploads.
-        workers: Threads.
+        workers: Threads; None: one for each processor, at most eight.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class MirrorSink(CheckpointSink):
         folder: Path,
         destination: Callable[[Path, Callable[[], None]], Destination],
         *,
-        workers: int = 1,
+        workers: int | None = None,
     ) -> None:
         super().__init__(folder, workers=workers)
         self.between: Callable[[], None] = lambda: None
@@ -196,7 +197,7 @@ def mirror_sink(
     options: dict[str, Any] | None = None,
     full_every: int | None = None,
     keep_full: int = 2,
-    workers: int = 1,
+    workers: int | None = None,
 ) -> MirrorSink:
     """What a :class:`Mirror` writes into.
 
@@ -208,7 +209,7 @@ def mirror_sink(
         options: What the format's writer is asked for.
         full_every: After so many deltas a full version; None: as the format has it.
         keep_full: Full versions to keep, with the deltas after the oldest of them; 0: all.
-        workers: Threads.
+        workers: Threads; None: one for each processor, at most eight.
 
     Raises:
         InvalidArgument: The format, or an option, cannot be written, or the destination is the
@@ -220,6 +221,7 @@ def mirror_sink(
         )
     format.check_options(options or {})
     refuse_same_place(stream, folder, store)
+    workers = default_workers() if workers is None else workers
 
     def open_destination(work_dir: Path, between: Callable[[], None]) -> Destination:
         return Destination(
@@ -230,6 +232,7 @@ def mirror_sink(
             full_every=full_every,
             keep_full=keep_full,
             work_dir=work_dir,
+            workers=workers,
             between=between,
         )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from thinwire.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ from thinwire.errors import (
     Unsupported,
     VersionGap,
 )
-from thinwire.interop.change import Change, changed_tensors
+from thinwire.interop.change import Change
 from thinwire.interop.checksums import checksum as checksum_of
 from thinwire.interop.checksums import is_checksum
 from thinwire.interop.foreign import (
@@ -40,7 +40,7 @@ from thinwire.interop.foreign import (
     require_base,
     rule_broken,
 )
-from thinwire.interop.payloads import (
+from thinwire.interop.payload_files import (
     MAX_FILE_BYTES,
     PayloadFile,
     decode_xor,
@@ -48,8 +48,6 @@ from thinwire.interop.payloads import (
     new_payload_files,
     new_stored,
     open_payloads,
-    refuse_other_changes,
-    require_consecutive,
     shown,
 )
 from thinwire.interop.skyrl_manifest import (
@@ -62,6 +60,7 @@ from thinwire.interop.skyrl_manifest import (
     looks_like_manifest,
     read_manifest,
 )
+from thinwire.interop.writing import code_changes, refuse_other_changes, require_consecutive
 
 NAME = "skyrl"
 
@@ -220,6 +219,7 @@ def write_delta(
     base_version: int,
     checksum: str = "xxh3-128",
     max_file_bytes: int = MAX_FILE_BYTES,
+    workers: int = 1,
 ) -> list[OutFile]:
     """Write one delta into the empty folder ``out``: its payload files, then its manifest.
 
@@ -230,6 +230,7 @@ def write_delta(
         base_version: Which version it is made from: the one before.
         checksum: "xxh3-128", or "sha256", which SkyRL reads too and was its first one.
         max_file_bytes: After how many bytes of payloads another file is begun.
+        workers: Threads that code; the bytes are the same for any number.
 
     Raises:
         InvalidArgument: An argument is not one that the format has.
@@ -250,29 +251,30 @@ def write_delta(
     def path_of(number: int) -> Path:
         return out / f"delta-rank00000-file{number:06d}.safetensors"
 
-    with new_payload_files(path_of, max_file_bytes) as files:
-        for name, old, new in changed_tensors(change):
-            if new.dtype not in DTYPE_NAMES:
-                raise Unsupported(
-                    f"tensor {name[:_SHOWN_CHARS]!r} is {new.dtype}, which SkyRL does not know",
-                    hint=f"It knows {', '.join(DTYPE_NAMES)}",
-                    tensor=name,
-                )
-            payload = encode_xor(old.data, new.data)
-            number = files.add(name, payload)
-            records.append(
-                SkyRLRecord(
-                    name=name,
-                    dtype=DTYPE_NAMES[new.dtype],
-                    shape=list(new.shape),
-                    uncompressed_num_bytes=new.data.size,
-                    compressed_num_bytes=len(payload),
-                    payload_file=path_of(number).name,
-                    payload_key=name,
-                    checksum=checksum_of(checksum, new.data),
-                    checksum_algorithm=checksum,
-                )
+    def code(name: str, old: StoredTensor, new: StoredTensor) -> tuple[bytes, SkyRLRecord]:
+        if new.dtype not in DTYPE_NAMES:
+            raise Unsupported(
+                f"tensor {name[:_SHOWN_CHARS]!r} is {new.dtype}, which SkyRL does not know",
+                hint=f"It knows {', '.join(DTYPE_NAMES)}",
+                tensor=name,
             )
+        payload = encode_xor(old.data, new.data)
+        return payload, SkyRLRecord(
+            name=name,
+            dtype=DTYPE_NAMES[new.dtype],
+            shape=list(new.shape),
+            uncompressed_num_bytes=new.data.size,
+            compressed_num_bytes=len(payload),
+            payload_file="",  # known once it is written
+            payload_key=name,
+            checksum=checksum_of(checksum, new.data),
+            checksum_algorithm=checksum,
+        )
+
+    with new_payload_files(path_of, max_file_bytes) as files:
+        for name, (payload, record) in code_changes(change, code, workers):
+            number = files.add(name, payload)
+            records.append(replace(record, payload_file=path_of(number).name))
     manifest = {
         "version": version,
         "base_version": base_version,

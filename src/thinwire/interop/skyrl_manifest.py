@@ -20,7 +20,7 @@ from thinwire.interop.foreign import (
     check_count,
     rule_broken,
 )
-from thinwire.interop.payloads import MAX_FILES, shown
+from thinwire.interop.payload_files import MAX_FILES, shown
 from thinwire.interop.torch_names import TORCH_NAMES
 
 SYSTEM = "SkyRL's delta sync"

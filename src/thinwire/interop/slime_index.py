@@ -18,7 +18,7 @@ from thinwire.interop.foreign import (
     check_count,
     rule_broken,
 )
-from thinwire.interop.payloads import MAX_FILES, shown
+from thinwire.interop.payload_files import MAX_FILES, shown
 
 SYSTEM = "slime's weight_v"
 ENCODINGS = ("xor", "overwrite")

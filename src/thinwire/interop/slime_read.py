@@ -22,7 +22,7 @@ from thinwire.interop.foreign import (
     rule_broken,
 )
 from thinwire.interop.hf import SINGLE_NAME
-from thinwire.interop.payloads import (
+from thinwire.interop.payload_files import (
     PayloadFile,
     declared_bytes,
     decode_xor,

@@ -12,19 +12,18 @@ import numpy as np
 from thinwire.checkpoint import Checkpoint
 from thinwire.checkpoint.disk import ByteArray, os_errors, write_file
 from thinwire.checkpoint.file_names import INDEX_NAME
+from thinwire.checkpoint.safetensors_file import StoredTensor
 from thinwire.codec import zstd
 from thinwire.errors import InvalidArgument, Unsupported
-from thinwire.interop.change import Change, changed_tensors
+from thinwire.interop.change import Change
 from thinwire.interop.checksums import checksum as checksum_of
 from thinwire.interop.foreign import OutFile
 from thinwire.interop.hf import checkpoint_files
-from thinwire.interop.payloads import (
+from thinwire.interop.payload_files import (
     LEVEL,
     MAX_FILE_BYTES,
     encode_xor,
     new_payload_files,
-    refuse_other_changes,
-    require_consecutive,
 )
 from thinwire.interop.slime_index import (
     CHECKSUM_NAMES,
@@ -35,6 +34,7 @@ from thinwire.interop.slime_index import (
     read_index,
 )
 from thinwire.interop.slime_read import WORD, WORD_BYTES
+from thinwire.interop.writing import code_changes, refuse_other_changes, require_consecutive
 
 MAX_OVERWRITE_BYTES = (1 << 8 * WORD_BYTES) - 1
 """The largest tensor that ``overwrite`` can count the bytes of."""
@@ -49,6 +49,7 @@ def write_delta(
     encoding: str = "xor",
     checksum: str = "xxh3-128",
     max_file_bytes: int = MAX_FILE_BYTES,
+    workers: int = 1,
 ) -> list[OutFile]:
     """Write one delta into the empty folder ``out``: its weights files, then its index.
 
@@ -60,6 +61,7 @@ def write_delta(
         encoding: "xor" or "overwrite". The first is smaller; the second can be applied twice.
         checksum: "xxh3-128", "blake3" or "adler32".
         max_file_bytes: After how many bytes of payloads another file is begun.
+        workers: Threads that code; the bytes are the same for any number.
 
     Raises:
         InvalidArgument: An argument is not one that the format has.
@@ -72,16 +74,20 @@ def write_delta(
     _check_choice("checksum", checksum, CHECKSUM_NAMES)
     require_consecutive(SYSTEM, version, base_version)
     refuse_other_changes(SYSTEM, change)
+
+    def code(name: str, old: StoredTensor, new: StoredTensor) -> tuple[bytes, str]:
+        if encoding == "xor":
+            payload = encode_xor(old.data, new.data)
+        else:
+            payload = encode_overwrite(name, old.data, new.data)
+        return payload, checksum_of(checksum, new.data)
+
     numbers: dict[str, int] = {}
     with new_payload_files(
         lambda number: out / f"model-{number:05d}.part", max_file_bytes
     ) as files:
-        for name, old, new in changed_tensors(change):
-            if encoding == "xor":
-                payload = encode_xor(old.data, new.data)
-            else:
-                payload = encode_overwrite(name, old.data, new.data)
-            numbers[name] = files.add(name, payload, checksum_of(checksum, new.data))
+        for name, coded in code_changes(change, code, workers):
+            numbers[name] = files.add(name, *coded)
     # Only now is it known how many there are.
     names = [
         f"model-{number:05d}-of-{len(files.paths):05d}.safetensors"

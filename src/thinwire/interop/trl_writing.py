@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from thinwire.checkpoint import Checkpoint
 from thinwire.checkpoint.disk import os_errors, write_all
-from thinwire.checkpoint.safetensors_file import LENGTH_BYTES, StoredTensor
+from thinwire.checkpoint.safetensors_file import StoredTensor, build_header
 from thinwire.codec.dtypes import dtype_named
 from thinwire.errors import InvalidArgument, Unsupported
-from thinwire.interop.change import Change, changed_tensors
+from thinwire.interop.change import Change
 from thinwire.interop.foreign import OutFile
-from thinwire.interop.payloads import refuse_other_changes
-from thinwire.interop.sparse import changed_positions, words_of
+from thinwire.interop.sparse import Words, changed_positions, words_of
 from thinwire.interop.trl_layout import (
     BASE_KEY,
     EMPTY_KEY,
@@ -32,9 +29,19 @@ from thinwire.interop.trl_layout import (
     encode_index,
     file_name,
 )
+from thinwire.interop.unnamed import map_written, unnamed_file
 from thinwire.interop.weights_out import WeightsWriter, new_weights
+from thinwire.interop.writing import code_changes, refuse_other_changes
 
 _WIDE_BYTES = 4
+
+
+class _Coded(NamedTuple):
+    """A tensor's changes, ready to be written."""
+
+    index_dtype: str
+    positions: Words
+    values: Words
 
 
 class _Waiting(NamedTuple):
@@ -53,6 +60,7 @@ def write_delta(
     base_version: int,
     layout: str = "v2",
     encoding: str | None = None,
+    workers: int = 1,
 ) -> list[OutFile]:
     """Write one delta: changed BF16 tensors, and nothing else of the new version.
 
@@ -64,6 +72,7 @@ def write_delta(
             before. Where it is not, the file says so under a key that TRL's receivers skip.
         layout: "v1" or "v2".
         encoding: "gap_delta" or "raw"; None: what TRL's layout has as a rule.
+        workers: Threads that code; the bytes are the same for any number.
 
     Raises:
         InvalidArgument: An option is not one, or the step is not after its base.
@@ -79,7 +88,7 @@ def write_delta(
     refuse_other_changes(SYSTEM, change)
     path = out / file_name(version)
     with new_weights(path) as writer:
-        names, changed_count = _write_changes(change, writer, row, encoding, out)
+        names, changed_count = _write_changes(change, writer, row, encoding, out, workers)
         if layout == "v1":
             if not names:
                 # The library that TRL writes with took no file without tensors.
@@ -113,21 +122,11 @@ def write_full(checkpoint: Checkpoint, out: Path, *, version: int) -> list[OutFi
     # Readers map the file, and need each element at a multiple of its size: wide ones come first.
     order = sorted(checkpoint.tensors.items(), key=lambda item: -dtype_named(item[1].dtype).bits)
     count = sum(_elements_of(tensor) for _, tensor in order)
-    header: dict[str, Any] = {
-        "__metadata__": _patch_metadata(version, "False", GAPS, len(order), count, count)
-    }
-    stop = 0
-    for name, tensor in order:
-        start, stop = stop, stop + tensor.data.size
-        header[name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [start, stop],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
+    rows = ((name, tensor.dtype, tensor.shape) for name, tensor in order)
+    metadata = _patch_metadata(version, "False", GAPS, len(order), count, count)
+    header = build_header(rows, metadata, path)
     with os_errors("cannot write", path), path.open("xb") as file:
-        write_all(file.fileno(), len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        write_all(file.fileno(), header)
         for _, tensor in order:
             write_all(file.fileno(), tensor.data.data)
         os.fsync(file.fileno())
@@ -135,23 +134,26 @@ def write_full(checkpoint: Checkpoint, out: Path, *, version: int) -> list[OutFi
 
 
 def _write_changes(
-    change: Change, writer: WeightsWriter, layout: Layout, encoding: str, out: Path
+    change: Change, writer: WeightsWriter, layout: Layout, encoding: str, out: Path, workers: int
 ) -> tuple[list[str], int]:
     """The changed tensors' names, and how many changes they have."""
+
+    def code(name: str, old: StoredTensor, new: StoredTensor) -> _Coded:
+        if new.dtype != VALUE_DTYPE:
+            raise _other_dtype(name, new.dtype)
+        positions = changed_positions(old, new)
+        return _Coded(*encode_index(positions, encoding), words_of(new)[positions])
+
     names: list[str] = []
     changed_count = 0
     waiting: list[_Waiting] = []
-    with os_errors("cannot write in", out), TemporaryFile(dir=out) as spool:
-        for name, old, new in changed_tensors(change):
-            if new.dtype != VALUE_DTYPE:
-                raise _other_dtype(name, new.dtype)
-            positions = changed_positions(old, new)
-            index_dtype, index = encode_index(positions, encoding)
+    with unnamed_file(out) as spool:
+        for name, coded in code_changes(change, code, workers):
             names.append(name)
-            changed_count += positions.size
+            changed_count += coded.values.size
             for suffix, dtype, elements in (
-                (layout.index_suffix, index_dtype, index),
-                (layout.value_suffix, VALUE_DTYPE, words_of(new)[positions]),
+                (layout.index_suffix, coded.index_dtype, coded.positions),
+                (layout.value_suffix, VALUE_DTYPE, coded.values),
             ):
                 # As in an anchor, wide elements come first: the others wait until all of these are
                 # there.
@@ -161,14 +163,12 @@ def _write_changes(
                 else:
                     spool.write(elements.data)
                     waiting.append(_Waiting(name + suffix, dtype, elements.size))
-        spool.flush()
-        if waiting:
-            mapped = np.frombuffer(mmap.mmap(spool.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-            start = 0
-            for key, dtype, count in waiting:
-                stop = start + count * dtype_named(dtype).word_bytes
-                writer.add(key, StoredTensor(dtype, (count,), mapped[start:stop]))
-                start = stop
+        mapped = map_written(spool)
+        start = 0
+        for key, dtype, count in waiting:
+            stop = start + count * dtype_named(dtype).word_bytes
+            writer.add(key, StoredTensor(dtype, (count,), mapped[start:stop]))
+            start = stop
     return names, changed_count
 
 

@@ -6,18 +6,16 @@ allows, and memory holds one piece at a time.
 
 from __future__ import annotations
 
-import mmap
 import sys
-from tempfile import TemporaryFile, gettempdir
+from tempfile import gettempdir
 from typing import Any
 
-import numpy as np
-
-from thinwire.checkpoint.disk import ByteArray, os_errors
+from thinwire.checkpoint.disk import ByteArray
 from thinwire.codec.zstd import WINDOW_LOG_MAX
 from thinwire.errors import Corrupt, FormatError, LimitExceeded, Truncated
 from thinwire.interop.foreign import MAX_DESCRIPTION_BYTES, rule_broken
-from thinwire.interop.payloads import check_window
+from thinwire.interop.payload_files import check_window
+from thinwire.interop.unnamed import map_written, unnamed_file
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -96,7 +94,7 @@ class FrameReader:
             FormatError: As :meth:`read`.
             StoreError: The disk is full.
         """
-        with os_errors("cannot write in", gettempdir()), TemporaryFile() as spool:
+        with unnamed_file(gettempdir()) as spool:
             size_bytes = 0
             while piece := self._piece(_PIECE_BYTES):
                 size_bytes += len(piece)
@@ -109,11 +107,7 @@ class FrameReader:
                         limit=limit_bytes,
                     )
                 spool.write(piece)
-            spool.flush()
-            if size_bytes == 0:
-                return np.empty(0, np.uint8)
-            mapped = mmap.mmap(spool.fileno(), size_bytes, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapped, np.uint8)
+            return map_written(spool)
 
     def _piece(self, size_bytes: int) -> bytes:
         """Some of the next bytes; none only at the end of the frame."""

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
 
 from thinwire.checkpoint.disk import ByteArray, os_errors
-from thinwire.checkpoint.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, StoredTensor
+from thinwire.checkpoint.safetensors_file import StoredTensor, build_header
 from thinwire.codec.dtypes import byte_count
-from thinwire.errors import InvalidArgument, LimitExceeded
+from thinwire.errors import InvalidArgument
+from thinwire.interop.unnamed import unnamed_file
 
-_ALIGNMENT = 8
 _COPY_BYTES = 1 << 20
 
 
@@ -36,38 +34,21 @@ class WeightsWriter:
         self.metadata: dict[str, str] = {}
         self.data_bytes = 0
         self._spool = spool
-        self._entries: dict[str, dict[str, Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        self._rows: list[tuple[str, str, tuple[int, ...]]] = []
 
     def add(self, name: str, tensor: StoredTensor) -> None:
         """Append a tensor.
 
         Raises:
-            InvalidArgument: One of that name was added, the name is not Unicode text, or the
-                tensor's bytes do not fit its shape.
+            InvalidArgument: The tensor's bytes do not fit its shape.
             StoreError: The disk is full.
         """
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise InvalidArgument(
-                f"the tensor name {name[:200]!r} is not Unicode text", hint="Give it another name"
-            ) from None
-        if name in self._entries or name == "__metadata__":
-            raise InvalidArgument(f"two tensors are called {name[:200]!r}", hint="Write one")
         if tensor.data.size != byte_count(tensor.dtype, tensor.shape):
             raise InvalidArgument(f"tensor {name[:200]!r}: its bytes do not fit its shape")
-        stop = self.data_bytes + tensor.data.size
         with os_errors("cannot write beside", self.path):
             self._spool.write(tensor.data.data)
-        self._entries[name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [self.data_bytes, stop],
-        }
-        self.data_bytes = stop
+        self._rows.append((name, tensor.dtype, tensor.shape))
+        self.data_bytes += tensor.data.size
 
     def add_payload(self, name: str, payload: bytes | ByteArray, checksum: str = "") -> None:
         """Append a payload as a list of bytes (U8), with a checksum in the metadata under its name.
@@ -84,20 +65,13 @@ class WeightsWriter:
         """Write the file: header, then tensors; durable.
 
         Raises:
+            InvalidArgument: Two tensors have one name, or a name is not Unicode text.
             LimitExceeded: The header is larger than a reader takes.
             StoreError: It cannot be written.
         """
-        header: dict[str, Any] = {"__metadata__": self.metadata} if self.metadata else {}
-        text = json.dumps(header | self._entries, separators=(",", ":"), ensure_ascii=False)
-        encoded = text.encode()
-        encoded += b" " * (-len(encoded) % _ALIGNMENT)
-        if len(encoded) > MAX_HEADER_BYTES:
-            raise LimitExceeded(
-                f"{self.path}: a header of {len(encoded)} bytes; readers take {MAX_HEADER_BYTES}",
-                hint="Spread the tensors over more files",
-            )
+        header = build_header(self._rows, self.metadata, self.path)
         with os_errors("cannot write", self.path), self.path.open("xb") as file:
-            file.write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
+            file.write(header)
             self._spool.seek(0)
             shutil.copyfileobj(self._spool, file, _COPY_BYTES)
             file.flush()
@@ -109,10 +83,10 @@ def new_weights(path: Path) -> Iterator[WeightsWriter]:
     """A new file at ``path``, which must not exist; it is there once the block ends without error.
 
     Raises:
-        StoreError, LimitExceeded: It cannot be written.
+        StoreError, LimitExceeded, InvalidArgument: It cannot be written.
     """
-    with os_errors("cannot write beside", path), TemporaryFile(dir=path.parent) as spool:
-        writer = WeightsWriter(path, cast(BinaryIO, spool))
+    with unnamed_file(path.parent) as spool:
+        writer = WeightsWriter(path, spool)
         yield writer
         writer.finish()
 

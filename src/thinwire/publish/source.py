@@ -14,11 +14,10 @@ from thinwire.checkpoint import Checkpoint
 from thinwire.checkpoint.diff import collect_attachments, pair_tensors
 from thinwire.checkpoint.disk import ByteArray, create_mapped, map_file, sync, write_file
 from thinwire.checkpoint.file_names import INDEX_NAME
-from thinwire.checkpoint.safetensors_file import LENGTH_BYTES
+from thinwire.checkpoint.safetensors_file import build_header
 from thinwire.codec.arrays import to_bits
 from thinwire.codec.container import Attachment
 from thinwire.codec.digest import xxh3_64
-from thinwire.codec.dtypes import byte_count
 from thinwire.codec.plan import Pair
 from thinwire.errors import InvalidArgument, TensorMismatch, ThinwireError
 
@@ -251,15 +250,7 @@ def safetensors_header(
         tensors: Name, dtype and shape of each.
         metadata: What else the header shall say.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    at = 0
-    for name, dtype, shape in tensors:
-        end = at + byte_count(dtype, shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return build_header(tensors, {"format": "pt", **(metadata or {})})
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from thinwire.bench.peer import Encoded, MissingExtraError, Peer
 from thinwire.bench.tensors import Tensor, Words
-from thinwire.interop.fireworks import payloads
+from thinwire.interop.fireworks import coding
 
 _PACKAGE = "fireworks-delta-compression"
 _MODULE = "fireworks_delta_compression"
@@ -130,12 +130,12 @@ class OwnArc:
     def encode(self, base: Tensor, new: Tensor) -> Encoded:
         """See Peer."""
         bits = base.words.view(np.uint8), new.words.view(np.uint8)
-        return Encoded(*payloads.encode(self.name, *bits, new.dtype, new.shape))
+        return Encoded(*coding.encode(self.name, *bits, new.dtype, new.shape))
 
     def decode(self, base: Tensor, encoded: Encoded) -> Words:
         """See Peer. The Adler-32 is verified."""
         bits = base.words.view(np.uint8)
-        new = payloads.decode(
+        new = coding.decode(
             self.name, bits, base.dtype, base.shape, encoded.payload, encoded.checksum
         )
         words: Words = new.view(base.words.dtype)

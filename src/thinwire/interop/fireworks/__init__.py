@@ -26,6 +26,7 @@ The functions here have the names and the keyword arguments of ``fireworks-delta
 """
 
 from thinwire.interop.fireworks.backend import Checksum, CompressionBackend
+from thinwire.interop.fireworks.coding import FORMATS, Encoded, decode, encode
 from thinwire.interop.fireworks.dirs import OneSided, delta_compress_dirs
 from thinwire.interop.fireworks.dropin import (
     decompress_delta_into_source,
@@ -46,7 +47,6 @@ from thinwire.interop.fireworks.errors import (
 )
 from thinwire.interop.fireworks.folder import FireworksDelta, open_fireworks
 from thinwire.interop.fireworks.hot_load import HotLoad, PromptCache, Signalled
-from thinwire.interop.fireworks.payloads import FORMATS, Encoded, decode, encode
 from thinwire.interop.fireworks.replicas import Replica
 from thinwire.interop.fireworks.sink import FireworksSink
 

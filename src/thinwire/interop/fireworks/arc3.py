@@ -8,7 +8,6 @@ give the same bytes.
 from __future__ import annotations
 
 import bz2
-import json
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thinwire.checkpoint.disk import ByteArray
+from thinwire.checkpoint.safetensors_file import build_header
 from thinwire.codec import _native
 from thinwire.codec.digest import CHUNK_WORDS
 from thinwire.interop.fireworks.arc2 import encode_zstd, encode_zstd_as_package
@@ -35,7 +35,6 @@ from thinwire.interop.fireworks.pickle_write import OpenTable, Unshared, bytes_h
 from thinwire.interop.fireworks.zstd_jobs import compress_as_package
 
 _ZSTD_LEVEL = 1
-_BLOB_ALIGNMENT = 8
 _SMALL_BYTES = 1 << 16
 
 
@@ -109,13 +108,8 @@ def _envelope(codec: bytes, data: bytes) -> bytes:
 
 def _blob(payload: bytes, checksum: str) -> bytes:
     """A safetensors file of one tensor, in which an arc_v2 payload travels as arc_v3."""
-    header = {
-        "__metadata__": {BLOB_TENSOR: checksum, BLOB_FALLBACK: BLOB_FORMAT},
-        BLOB_TENSOR: {"dtype": "U8", "shape": [len(payload)], "data_offsets": [0, len(payload)]},
-    }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _BLOB_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text + payload
+    metadata = {BLOB_TENSOR: checksum, BLOB_FALLBACK: BLOB_FORMAT}
+    return build_header([(BLOB_TENSOR, "U8", (len(payload),))], metadata) + payload
 
 
 def _find_changes(base: ByteArray, new: ByteArray, word: np.dtype[Any]) -> _Changes:

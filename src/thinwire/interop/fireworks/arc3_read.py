@@ -41,7 +41,7 @@ from thinwire.interop.fireworks.layout import (
     rows_of,
 )
 from thinwire.interop.foreign import rule_broken
-from thinwire.interop.payloads import declared_bytes
+from thinwire.interop.payload_files import declared_bytes
 from thinwire.interop.pickles import read_pickle
 
 _MAX_OPCODES = 1 << 10

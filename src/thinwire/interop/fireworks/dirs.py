@@ -17,9 +17,9 @@ from thinwire.checkpoint.disk import (
 from thinwire.checkpoint.file_names import is_weights_name
 from thinwire.checkpoint.folder import list_files
 from thinwire.errors import AlreadyExists
+from thinwire.interop.fireworks.coding import format_named
 from thinwire.interop.fireworks.dropin import compress_files
 from thinwire.interop.fireworks.errors import DeltaKeyMismatchError
-from thinwire.interop.fireworks.payloads import format_named
 
 
 class OneSided(NamedTuple):

@@ -18,6 +18,7 @@ from thinwire.checkpoint.disk import ByteArray, put_in_place, remove_quietly, te
 from thinwire.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
 from thinwire.codec.arrays import Bits, to_bits
 from thinwire.errors import InvalidArgument, Unsupported
+from thinwire.interop.fireworks.coding import Encoded, decode, encode, format_named
 from thinwire.interop.fireworks.errors import (
     DeltaKeyMismatchError,
     DeltaSizeMismatchError,
@@ -26,7 +27,6 @@ from thinwire.interop.fireworks.errors import (
 )
 from thinwire.interop.fireworks.folder import open_fireworks
 from thinwire.interop.fireworks.in_place import update_weights_file
-from thinwire.interop.fireworks.payloads import Encoded, decode, encode, format_named
 from thinwire.interop.weights_out import new_weights
 
 _TORCH_NAMES = {

@@ -27,8 +27,14 @@ from thinwire.errors import (
     Unsupported,
 )
 from thinwire.interop.change import Change
+from thinwire.interop.fireworks.coding import (
+    Encoded,
+    decode,
+    encode,
+    format_named,
+    sniff_format,
+)
 from thinwire.interop.fireworks.identities import order_of, stem_of, version_of
-from thinwire.interop.fireworks.payloads import decode, encode, format_named, sniff_format
 from thinwire.interop.foreign import (
     ChainVersion,
     Facts,
@@ -39,9 +45,10 @@ from thinwire.interop.foreign import (
     rule_broken,
 )
 from thinwire.interop.hf import checkpoint_files
-from thinwire.interop.payloads import MAX_FILES, new_stored, open_payloads
-from thinwire.interop.snapshot_plan import check_identity
+from thinwire.interop.payload_files import MAX_FILES, new_stored, open_payloads
+from thinwire.interop.snapshot_identity import check_identity
 from thinwire.interop.weights_out import new_weights
+from thinwire.interop.writing import code_tensors
 
 NAME = "fireworks"
 SYSTEM = "Fireworks"
@@ -218,6 +225,7 @@ def write_delta(
     base_version: int,
     compression_format: str = DEFAULT_FORMAT,
     identity: str | None = None,
+    workers: int = 1,
 ) -> list[OutFile]:
     """Write an incremental snapshot: every tensor of the model, changed or not, and all files.
 
@@ -228,6 +236,7 @@ def write_delta(
         base_version: Which version it was made from; Fireworks' files do not say.
         compression_format: "arc_v1", "arc_v2", "arc_v3", or "thinwire".
         identity: The snapshot's name; None: after ``version``.
+        workers: Threads that code; the bytes are the same for any number.
 
     Raises:
         BackendNotFoundError: There is no such format.
@@ -246,15 +255,20 @@ def write_delta(
     # The index, which makes a folder of several weights files whole, goes last.
     files.sort(key=lambda file: file.key.endswith(f"/{INDEX_NAME}"))
     index = files[-1:] if files and files[-1].path.name == INDEX_NAME else []
+
+    def code(tensor: str) -> Encoded:
+        old, new = change.base.tensors[tensor], change.new_tensor(tensor)
+        if (old.dtype, old.shape) != (new.dtype, new.shape):
+            raise _other_layout(f"tensor {tensor[:200]!r} changed dtype or shape")
+        return encode(name, old.data, new.data, *new[:2])
+
     weights = []
     for file_name, tensors in change.layout.items():
         path = out / (_SINGLE_NAME if file_name == SINGLE_FILE else file_name)
         with new_weights(path) as writer:
-            for tensor in tensors:
-                old, new = change.base.tensors[tensor], change.new_tensor(tensor)
-                if (old.dtype, old.shape) != (new.dtype, new.shape):
-                    raise _other_layout(f"tensor {tensor[:200]!r} changed dtype or shape")
-                writer.add_payload(tensor, *encode(name, old.data, new.data, *new[:2]))
+            coded = code_tensors(change, tensors, code, workers)
+            for tensor, encoded in zip(tensors, coded, strict=True):
+                writer.add_payload(tensor, *encoded)
         weights.append(OutFile(f"{identity}/{path.name}", path))
     return [*files[: len(files) - len(index)], *weights, *index]
 

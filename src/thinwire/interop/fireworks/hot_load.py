@@ -2,8 +2,9 @@
 
 A snapshot is a folder of the deployment's bucket, called by its *identity*: a checkpoint in the
 layout of Hugging Face (full), or files of changes to the snapshot that is served now (incremental).
-The upload comes first, then ``signal``, then ``wait``; which kind is due says
-:class:`thinwire.interop.snapshot_plan.SnapshotChain`.
+The upload comes first, then ``signal``, then ``wait``. An incremental one is the difference from
+what every replica serves; a full one comes first, after each failure, when dtypes or shapes change,
+and from time to time. :class:`thinwire.interop.fireworks.FireworksSink` does all of that.
 
 What is asked again: ``status`` and ``wait`` ask whatever failed for a while. ``signal`` is sent
 again only where it surely did nothing (no connection, 429). Where its answer was lost, it is asked
@@ -34,7 +35,7 @@ from thinwire.interop.hot_load_calls import (
     check_replica_count,
     is_unknown,
 )
-from thinwire.interop.snapshot_plan import check_identity
+from thinwire.interop.snapshot_identity import check_identity
 
 ENDPOINT = "https://api.fireworks.ai"
 COMPRESSION_FORMATS = ("arc_v1", "arc_v2", "arc_v3", "xor_one_to_one_zlib", "xor_one_to_one_zstd")

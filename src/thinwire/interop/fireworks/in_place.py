@@ -8,22 +8,20 @@ leaves the old file, or one that the next call finishes.
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import BinaryIO, cast
 
 from thinwire.checkpoint import Checkpoint, apply_in_place, recover
-from thinwire.checkpoint.disk import os_errors
 from thinwire.checkpoint.file_names import SINGLE_FILE
 from thinwire.codec.container import Attachment
 from thinwire.codec.digest import xxh3_64
 from thinwire.codec.write import write_delta
 from thinwire.errors import BaseMismatch, ChecksumMismatch, InvalidArgument, NotFound
-from thinwire.interop.change import ForeignChange, spooled_pairs
+from thinwire.interop.change import ForeignChange
 from thinwire.interop.fireworks.errors import DeltaKeyMismatchError
 from thinwire.interop.fireworks.folder import FireworksDelta, open_fireworks
 from thinwire.interop.fireworks.layout import checksum_of
+from thinwire.interop.unnamed import map_written, unnamed_file
+from thinwire.interop.writing import spooled_pairs
 
 
 def update_weights_file(base_path: Path, diff_path: Path, compression_format: str) -> None:
@@ -81,14 +79,13 @@ def _update(base: Checkpoint, delta: FireworksDelta) -> None:
     folder = base.path.parent
     header = base.weights[SINGLE_FILE].header_bytes
     attachment = Attachment(SINGLE_FILE, "header", None, len(header), xxh3_64(header))
-    with os_errors("cannot write in", folder), TemporaryFile(dir=folder) as file:
+    with unnamed_file(folder) as file:
         with spooled_pairs(ForeignChange(base, delta), folder) as pairs:
-            summary = write_delta(cast(BinaryIO, file), pairs, [attachment], spool_dir=folder)
-        file.flush()
-        mapped = mmap.mmap(file.fileno(), summary.file_bytes, access=mmap.ACCESS_READ)
+            write_delta(file, pairs, [attachment], spool_dir=folder)
+        packed = map_written(file)
         # The base must not have become another while its tensors were read.
         base.check_unchanged()
-        apply_in_place(base.path, memoryview(mapped))
+        apply_in_place(base.path, packed.data)
 
 
 def _is_new(base: Checkpoint, delta: FireworksDelta) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.codec.delta_set import DeltaSet
+from thinwire.codec.threads import default_workers
 from thinwire.errors import Deadline, InvalidArgument, ThinwireError
 from thinwire.follow import Mark
 from thinwire.interop.destination import Destination
@@ -17,8 +18,10 @@ from thinwire.interop.fireworks.hot_load import HotLoad, PromptCache
 from thinwire.interop.formats import format_named
 from thinwire.interop.mirror_record import MirroredVersion
 from thinwire.interop.mirror_sink import MirrorSink
-from thinwire.interop.snapshot_plan import FULL_EVERY
 from thinwire.store import Store, open_store
+
+FULL_EVERY = 25
+"""Every this many snapshots one is full. Fireworks advises 20 to 30."""
 
 _RETRY_MARK = "-full-"
 # A wait is cut into pieces, so that a stop is heard.
@@ -50,7 +53,7 @@ class FireworksSink(MirrorSink):
             all.
         wait_s: How long the replicas may take for one snapshot.
         replica_count: How many must serve it; None: all.
-        workers: Threads.
+        workers: Threads; None: one for each processor, at most eight.
 
     Raises:
         InvalidArgument: An argument is not what it should be.
@@ -70,7 +73,7 @@ class FireworksSink(MirrorSink):
         keep_full: int = 2,
         wait_s: float = 1800.0,
         replica_count: int | None = None,
-        workers: int = 1,
+        workers: int | None = None,
     ) -> None:
         if full_every < 0 or keep_full < 0:
             raise InvalidArgument(
@@ -80,6 +83,7 @@ class FireworksSink(MirrorSink):
         format = format_named("fireworks")
         format.check_options(options)
         store = open_store(bucket) if isinstance(bucket, str) else bucket
+        workers = default_workers() if workers is None else workers
 
         def open_destination(work_dir: Path, between: Callable[[], None]) -> Destination:
             return Destination(
@@ -92,6 +96,7 @@ class FireworksSink(MirrorSink):
                 keep_full=keep_full,
                 keeps_served=hot_load is not None,
                 work_dir=work_dir,
+                workers=workers,
                 between=between,
             )
 

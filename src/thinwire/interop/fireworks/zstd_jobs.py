@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 
+from thinwire.codec.threads import MAX_DEFAULT_WORKERS
 from thinwire.codec.zstd import compress
 
 if sys.version_info >= (3, 14):
@@ -21,7 +22,8 @@ else:
 _JOB_BYTES = 512 << 10
 """Up to this size the package's zstd takes one job, and that is as without threads."""
 
-_MAX_KEPT = 4
+# Of two levels, one for each thread that codes.
+_MAX_KEPT = 2 * MAX_DEFAULT_WORKERS
 _PARAMETERS = zstd.CompressionParameter
 # A libzstd may be built without threads.
 _HAS_WORKERS = _PARAMETERS.nb_workers.bounds()[1] > 0

@@ -1,8 +1,5 @@
 """Safetensors files of payloads, one per tensor: slime's, SkyRL's and Fireworks' deltas are made of
 them. slime's and SkyRL's payloads are zstd frames.
-
-Also what every writer of such deltas, and of TRL's and grail's, asks first: whether anything else
-than tensors changed.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from thinwire.checkpoint.disk import ByteArray, map_file
-from thinwire.checkpoint.file_names import INDEX_NAME
 from thinwire.checkpoint.safetensors_file import (
     LENGTH_BYTES,
     Header,
@@ -29,9 +25,7 @@ from thinwire.errors import (
     InvalidArgument,
     LimitExceeded,
     TensorMismatch,
-    Unsupported,
 )
-from thinwire.interop.change import Change
 from thinwire.interop.foreign import MAX_DESCRIPTION_BYTES, MAX_TENSORS, check_count, rule_broken
 from thinwire.interop.weights_out import WeightsWriter, new_weights
 
@@ -273,50 +267,6 @@ def size_mismatch(
         hint="Give the checkpoint that the delta was made from",
         tensor=name,
         file=str(file),
-    )
-
-
-def require_consecutive(system: str, version: int, base_version: int) -> None:
-    """Refuse to write a delta that leaves versions out: receivers take one after the other.
-
-    Raises:
-        InvalidArgument: A number is negative.
-        Unsupported: ``version`` is not the one after ``base_version``.
-    """
-    if base_version < 0:
-        raise InvalidArgument(f"the base's version is {base_version}", hint="Give 0 or more")
-    if version != base_version + 1:
-        raise Unsupported(
-            f"no delta from version {base_version} to {version}: receivers of the {system} format"
-            " go from each version to the very next",
-            hint="Write the versions between, or full weights",
-            version=version,
-            base_version=base_version,
-        )
-
-
-def refuse_other_changes(system: str, change: Change) -> None:
-    """Refuse what a delta of tensors cannot carry: another config or tokenizer.
-
-    The free-form metadata of weights files does not count: trainers write their step there.
-
-    Raises:
-        Unsupported: One differs; the message names it.
-        StoreError: A file cannot be read.
-    """
-    base, names = change.base, set(change.file_names) - {INDEX_NAME}
-    for name in sorted(names ^ (base.files.keys() - {INDEX_NAME})):
-        raise _not_carried(system, f"the file {name[:_SHOWN_CHARS]!r} came or went", name)
-    for name in sorted(names):
-        if change.read_file(name) != map_file(base.files[name]).data:
-            raise _not_carried(system, f"the file {name[:_SHOWN_CHARS]!r} changed", name)
-
-
-def _not_carried(system: str, what: str, name: str) -> Unsupported:
-    return Unsupported(
-        f"{what}: deltas of the {system} format carry tensors alone",
-        hint="Write full weights for this version",
-        file=name,
     )
 
 
