@@ -14,7 +14,7 @@ from thinwire.cli.logs import LogLevel, make_logger
 from thinwire.errors import InvalidArgument, StoreError
 from thinwire.observe import LogObserver, PrometheusObserver, serve_metrics
 from thinwire.observe.prometheus import make_registry
-from thinwire.stream.events import Applied, Fetched, Maintained, Published, Refused
+from thinwire.stream.events import Applied, CaughtUp, Fetched, Maintained, Published, Refused
 
 URL = "file:///store"
 PLACE: dict[str, Any] = {"url": URL, "lineage": "a" * 32, "version": 7}
@@ -64,6 +64,22 @@ def test_the_same_refusal_again_is_no_warning() -> None:
     for event in (REFUSED, REFUSED, APPLIED, REFUSED):
         observer.on_event(event)
     assert [line[0] for line in recorder.lines] == ["warning", "debug", "info", "warning"]
+
+
+def test_the_same_refusal_after_a_look_that_went_well_is_one() -> None:
+    """A store goes away once more, and meanwhile nothing was published."""
+    recorder = Recorder()
+    observer = LogObserver(recorder)
+    caught_up = CaughtUp(**PLACE, step=70)
+    for event in (REFUSED, REFUSED, caught_up, caught_up, REFUSED):
+        observer.on_event(event)
+    assert [line[0] for line in recorder.lines] == ["warning", "debug", "warning"]
+    # But a version that is refused at each look is told once.
+    refused = Refused(**PLACE, code="access-denied", reason="no lease")
+    recorder.lines.clear()
+    for event in (refused, caught_up, refused, caught_up):
+        observer.on_event(event)
+    assert [line[0] for line in recorder.lines] == ["warning", "debug"]
 
 
 def test_log_lines_are_json_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -468,7 +468,7 @@ def test_two_that_work_at_once_do_no_harm(tmp_path: Path) -> None:
     versions = history(9, tiny())
     published(store, tmp_path / "baseline", versions, **SHORT, merge_levels=[2, 4], anchor_every=4)
     rivals = [Maintainer(open_stream(store), tmp_path / str(n)) for n in range(2)]
-    rivals[1]._take_lease = rivals[0]._take_lease  # type: ignore[method-assign]
+    rivals[1]._charge = rivals[0]._charge
     done = False
 
     def race(operation: str, key: str) -> None:

@@ -16,8 +16,8 @@ from thinwire.errors import (
     Fenced,
     InvalidArgument,
     LimitExceeded,
-    NotFound,
     ThinwireError,
+    Unavailable,
     UnsafeStore,
 )
 from thinwire.follow import Follower, open_stream
@@ -123,15 +123,23 @@ def test_a_damaged_baseline_is_mended_on_opening_and_seen_while_open(tmp_path: P
     assert joined(store, tmp_path / "sink") == bits(versions[2])
 
 
-def test_a_store_that_is_away_is_no_place_for_another_stream(tmp_path: Path) -> None:
-    """An empty place where a stream was: a store that is not mounted, or another URL."""
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_store_that_is_away_is_no_place_for_another_stream(
+    is_empty: bool, tmp_path: Path
+) -> None:
+    """Nothing where a stream was: a store that is not mounted, or another URL."""
     url = tmp_path / "store"
-    with publisher(url, tmp_path / "baseline") as trainer:
+    with publisher(open_stream(url), tmp_path / "baseline") as trainer:
         trainer.publish(tiny(1))
     (tmp_path / "store").rename(tmp_path / "away")
-    with pytest.raises(NotFound, match="version 1 of a stream, and there is none at") as raised:
-        publisher(url, tmp_path / "baseline")
+    if is_empty:
+        url.mkdir()
+    with pytest.raises(Unavailable, match=r"was a stream at .*store, and there is none") as raised:
+        publisher(open_stream(url), tmp_path / "baseline")
     assert "mounted" in raised.value.hint
+    assert not any(tmp_path.glob("store/*"))
+    if is_empty:
+        url.rmdir()
     assert not url.exists()
     (tmp_path / "away").rename(url)
     with publisher(url, tmp_path / "baseline") as trainer:

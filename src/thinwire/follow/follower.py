@@ -5,35 +5,33 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, Self
 
 from thinwire.errors import (
     BaseMismatch,
     Deadline,
-    FormatError,
     HistoryPruned,
     InvalidArgument,
     LineageChanged,
     NotFound,
-    StoreError,
     ThinwireError,
 )
 from thinwire.follow.cache import DEFAULT_LIMIT_BYTES, BlockCache
 from thinwire.follow.fetch import DEFAULT_MEMORY_BYTES, Fetcher
 from thinwire.follow.guard import Guard
-from thinwire.follow.install import Content
 from thinwire.follow.leases import LeaseKeeper
 from thinwire.follow.looks import Looks
 from thinwire.follow.opening import open_stream
+from thinwire.follow.presence import Outage
 from thinwire.follow.selection import Selection
 from thinwire.follow.sink import CheckpointSink, Sink
 from thinwire.follow.steps import Step
 from thinwire.follow.stream import Stream
 from thinwire.follow.travel import Traveller
 from thinwire.follow.walking import Walker
-from thinwire.stream.events import CaughtUp, Observer, Observers, Progressed, Refused
+from thinwire.stream.events import CaughtUp, Observer, Observers, Progressed
 from thinwire.stream.records import Manifest
 from thinwire.stream.version import Version
 
@@ -91,12 +89,16 @@ class Follower:
         self._traveller = Traveller(
             self.stream, self._guard, self._walker, self._refuse, self._lease, self._reached
         )
-        self._is_partial = not selection.is_all
         self._leases = LeaseKeeper(store) if lease else None
-        self._looks = Looks(self._look, self._guard.doubt)
+        self._looks = Looks(
+            self.catch_up,
+            self._guard.doubt,
+            lambda: self.sink.mark() is None,
+            lambda error: self._refuse("", 0, error),
+        )
+        self._outage = Outage(self.stream.url)
         self._is_closed = False
         self._wanted_version = 0
-        self._is_told = False  # that there is nothing yet
         with ExitStack() as stack:
             stack.enter_context(self.sink.own())
             self._owning = stack.pop_all()
@@ -158,6 +160,7 @@ class Follower:
 
         Raises:
             NotFound: There is no such stream or version, or nothing was published yet.
+            Unavailable: The store does not answer, or the stream that was there is not.
             HistoryPruned: The version cannot be reached any more.
             LineageChanged: The stream went on in a new lineage, or back, and that is not allowed.
             VersionGap: The chain of manifests is broken.
@@ -171,16 +174,8 @@ class Follower:
             raise InvalidArgument(
                 f"the target is {target!r}", hint='Give a version\'s number, or "latest"'
             )
-        for chase in range(_MAX_CHASES):
-            try:
-                found = self._catch_up(target, reset, on_bytes)
-                break
-            except (HistoryPruned, NotFound):
-                # The newest version may have moved on, and what led to it been pruned, meanwhile.
-                head = self.stream.tip().head if target == "latest" else None
-                is_same = head is None or head.version == self._wanted_version
-                if is_same or chase == _MAX_CHASES - 1:
-                    raise
+        with self._outage:
+            found = self._chase(target, reset, on_bytes)
         self._lease(found.lineage, found.version)
         if target == "latest":
             self._observers.on_event(
@@ -237,20 +232,14 @@ class Follower:
         mark = self._guard.mark()
         if mark is None:
             return True
-        if self._is_partial:
-            raise InvalidArgument(
-                f"{self.sink} holds a part of the model, and the digest of a version is of all",
-                hint="Follow into an empty folder to have it fetched again",
-            )
+        self._guard.check_whole()
         self._observers.on_event(
             Progressed(
                 url=self.stream.url, lineage=mark.lineage, version=mark.version, phase="prove"
             )
         )
-        with suppress(FormatError, InvalidArgument):
-            held = Content.of_checkpoint(self.sink.checkpoint())
-            if held == Content(mark.weights, mark.layout):
-                return True
+        if self._guard.is_right(mark):
+            return True
         manifest = self.stream.require(mark.lineage, mark.link)
         error = BaseMismatch(
             f"{self.sink} does not hold version {mark.version} any more: someone changed it",
@@ -331,6 +320,22 @@ class Follower:
         """End :meth:`follow` after the step that runs. From any thread, or a signal handler."""
         self._looks.stop()
 
+    def _chase(
+        self,
+        target: int | Literal["latest"],
+        reset: bool,
+        on_bytes: Callable[[int], None] | None,
+    ) -> Version:
+        for _ in range(_MAX_CHASES - 1):
+            try:
+                return self._catch_up(target, reset, on_bytes)
+            except (HistoryPruned, NotFound):
+                # The newest version may have moved on, and what led to it been pruned, meanwhile.
+                head = self.stream.tip().head if target == "latest" else None
+                if head is None or head.version == self._wanted_version:
+                    raise
+        return self._catch_up(target, reset, on_bytes)
+
     def _catch_up(
         self,
         target: int | Literal["latest"],
@@ -377,20 +382,6 @@ class Follower:
             mark = None
         return self._traveller.go(mark, wanted, on_bytes, last)
 
-    def _look(self) -> Version | None:
-        """Catch up; None where nothing is there yet, or the store failed and may mend."""
-        try:
-            found = self.catch_up()
-        except StoreError as error:
-            is_early = isinstance(error, NotFound) and self.sink.mark() is None
-            if not (error.retryable or is_early):
-                raise
-            if not is_early or not self._is_told:
-                self._refuse("", 0, error)
-            self._is_told = is_early
-            return None
-        return found
-
     def _reached(self, version: Version) -> bool:
         self._guard.trust()
         self._lease(version.lineage, version.version)
@@ -402,12 +393,4 @@ class Follower:
             self._refuse(lineage, version, error)
 
     def _refuse(self, lineage: str, version: int, error: ThinwireError) -> None:
-        self._observers.on_event(
-            Refused(
-                url=self.stream.url,
-                lineage=lineage,
-                version=version,
-                code=error.code,
-                reason=str(error),
-            )
-        )
+        self._observers.refuse(self.stream.url, lineage, version, error)

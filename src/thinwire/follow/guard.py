@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from thinwire.errors import InvalidArgument, LineageChanged
+from contextlib import suppress
+
+from thinwire.errors import FormatError, InvalidArgument, LineageChanged
+from thinwire.follow.install import Content
 from thinwire.follow.selection import Selection
 from thinwire.follow.sink import Mark, Sink
 from thinwire.follow.stream import Stream
@@ -38,11 +41,13 @@ class Guard:
 
         Raises:
             LineageChanged: It is a version of another stream.
+            Unavailable: There is no stream any more: its store is away.
             InvalidArgument: It holds other tensors.
         """
         mark = self._sink.mark()
         if mark is None:
             return None
+        self._stream.expect()
         if mark.stream != self._stream.record().stream:
             raise LineageChanged(
                 f"{self._sink} holds a version of another stream than the one at "
@@ -70,10 +75,14 @@ class Guard:
 
         Raises:
             LineageChanged: The stream was replaced, or set back.
+            Unavailable: There is none any more: its store is away.
         """
         if self._is_known:
             return
         found = self._stream.manifest(mark.lineage, mark.version)
+        if found is None:
+            self._stream.forget()
+            self._stream.record()
         if found is None or digest_of_record(found) != mark.manifest:
             raise LineageChanged(
                 f"version {mark.version}, which is held here, is not in {self._stream.url} any "
@@ -82,6 +91,25 @@ class Guard:
                 version=mark.version,
             )
         self._is_known = True
+
+    def check_whole(self) -> None:
+        """Refuse to prove a part of a model.
+
+        Raises:
+            InvalidArgument: The sink holds one; the manifest's digest is of all.
+        """
+        if not self._selection.is_all:
+            raise InvalidArgument(
+                f"{self._sink} holds a part of the model, and the digest of a version is of all",
+                hint="Follow into an empty folder to have it fetched again",
+            )
+
+    def is_right(self, mark: Mark) -> bool:
+        """Whether what the sink holds, read in full, is its version."""
+        with suppress(FormatError, InvalidArgument):
+            held = Content.of_checkpoint(self._sink.checkpoint())
+            return held == Content(mark.weights, mark.layout)
+        return False
 
     def check_direction(self, mark: Mark, wanted: Manifest) -> None:
         """May a sink go from what it holds to a version?

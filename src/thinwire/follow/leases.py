@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import suppress
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import NotFound, ThinwireError
 from thinwire.store import Store
 from thinwire.stream import keys
 from thinwire.stream.encoding import encode
@@ -42,10 +42,12 @@ class LeaseKeeper:
         key = keys.lease(self._holder, version)
         lease = Lease(FORMAT, self._holder, lineage, version, LEASE_TTL_S)
         try:
+            # Where no stream is to be seen the store is away, and nothing is to be made there.
+            self._store.get_range(keys.STREAM, 0, 0)
             self._store.put(key, encode(lease))
         except ThinwireError as error:
             # A lease is a courtesy: nothing that is said of one ends a follower.
-            self._may_write = error.retryable
+            self._may_write = error.retryable or isinstance(error, NotFound)
             return error
         before, self._key, self._written_s = self._key, key, now_s
         if before not in (None, key):

@@ -1,4 +1,4 @@
-"""Looking for versions again and again: how often, and who may say when."""
+"""Looking for versions again and again: how often, who may say when, and what is waited out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 
+from thinwire.errors import NotFound, StoreError
 from thinwire.follow.wakes import Wakes
 from thinwire.stream.polling import Cadence
 from thinwire.stream.version import Version
@@ -20,17 +21,28 @@ class Looks:
     """Looks at a stream until it is stopped. One thread looks; all else may be called from any.
 
     Args:
-        look: Looks once; gives the version that is held then, None where there is none to be had.
+        look: Looks once; gives the version that is held then.
         doubt: Has the next look make sure that what is held is still in the stream.
+        is_empty: Whether nothing is held yet.
+        on_failure: Told of failures that are waited out.
 
     Attributes:
         wakes: Has it look now, or more seldom.
         is_stopped: Whether it is to end.
     """
 
-    def __init__(self, look: Callable[[], Version | None], doubt: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        look: Callable[[], Version],
+        doubt: Callable[[], None],
+        is_empty: Callable[[], bool],
+        on_failure: Callable[[StoreError], None],
+    ) -> None:
         self._look = look
         self._doubt = doubt
+        self._is_empty = is_empty
+        self._on_failure = on_failure
+        self._is_told = False  # that there is nothing yet
         self.wakes = Wakes()
         self.is_stopped = False
         # When something was yielded last, over all looks: some are closer than idle moments.
@@ -61,7 +73,7 @@ class Looks:
             if look_count >= (_CALLED_LOOKS_PER_DOUBT if is_called else _LOOKS_PER_DOUBT):
                 self._doubt()
                 look_count = 0
-            found = self._look()
+            found = self._try()
             now_s = time.monotonic()
             if found is not None and (at is None or found.manifest != at.manifest):
                 cadence.note(found.created_ms / 1000, now_s, found.version - (at or found).version)
@@ -72,6 +84,19 @@ class Looks:
                 yield from self._rest(cadence, now_s, poll_s, deadline_s, idle_s)
             if time.monotonic() >= deadline_s:
                 return
+
+    def _try(self) -> Version | None:
+        """Look once; None where nothing is there yet, or the store failed and may mend."""
+        try:
+            return self._look()
+        except StoreError as error:
+            is_early = isinstance(error, NotFound) and self._is_empty()
+            if not (error.retryable or is_early):
+                raise
+            if not is_early or not self._is_told:
+                self._on_failure(error)
+            self._is_told = is_early
+            return None
 
     def _rest(
         self,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from thinwire.errors import InvalidArgument
 from thinwire.store import Store
 from thinwire.store.http_client import Timeouts
 from thinwire.store.http_store import open_http
+from thinwire.store.http_token import TOKEN_FILE_VARIABLE
 from thinwire.store.wrappers import StoreWrapper
 from thinwire.stream.places import DATA, place_of
 
@@ -18,11 +20,17 @@ _RECORDS = Timeouts(3.0, 6.0, head_s=6.0, patience_s=5.0, slowest_bytes_per_s=25
 _DATA = Timeouts(3.0, 15.0, head_s=15.0, patience_s=5.0, slowest_bytes_per_s=64 << 10)
 
 
-def open_relay(url: str) -> Store:
+def open_relay(url: str, token_file: Path | None = None) -> Store:
     """The read side of the relay at a URL; it retries nothing.
 
+    Args:
+        url: Where it is.
+        token_file: A file with its bearer token; None: what the environment says.
+
     Raises:
-        InvalidArgument: It is no ``http://`` or ``https://`` URL, or holds a secret.
+        InvalidArgument: It is no ``http://`` or ``https://`` URL, or holds a secret; or the token
+            is none.
+        StoreError: The token's file cannot be read.
     """
     try:
         parts = urlsplit(url)
@@ -34,7 +42,9 @@ def open_relay(url: str) -> Store:
             "the relay's URL is no plain http:// or https:// URL",
             hint="Write http://HOST:PORT/NAME; tokens come from THINWIRE_HTTP_TOKEN_FILE",
         )
-    return _ByKind(open_http(parts, os.environ, _RECORDS), open_http(parts, os.environ, _DATA))
+    given = os.environ if token_file is None else {TOKEN_FILE_VARIABLE: str(token_file)}
+    records = open_http(parts, given, _RECORDS)
+    return _ByKind(records, records.with_timeouts(_DATA))
 
 
 class _ByKind(StoreWrapper):

@@ -17,6 +17,7 @@ from thinwire.errors import (
     SignatureInvalid,
     StreamError,
 )
+from thinwire.follow.presence import KnownStore
 from thinwire.store import Store
 from thinwire.stream import keys
 from thinwire.stream.encoding import (
@@ -95,6 +96,7 @@ class Stream:
                 "signs would be refused here too",
                 hint="Pin it beside the others (trusted_keys=, --trust)",
             )
+        self._known = KnownStore(store)
         self._record: StreamRecord | None = None
         self._lock = threading.Lock()
 
@@ -111,11 +113,16 @@ class Stream:
 
         Raises:
             NotFound: There is no stream at this URL.
+            Unavailable: There is none, and there was one: the store is away.
         """
         with self._lock:
             if self._record is None:
                 self._record = self._read_record()
             return self._record
+
+    def expect(self) -> None:
+        """Say that there was a stream at this URL: if there is none now, the store is away."""
+        self._known.expect()
 
     def forget(self) -> None:
         """Have :meth:`record` read again: its policy may have been changed."""
@@ -341,7 +348,7 @@ class Stream:
 
     def _read_record(self) -> StreamRecord:
         try:
-            data = self.store.get(keys.STREAM, limit_bytes=MAX_SMALL_BYTES)
+            data = self._known.get(keys.STREAM, limit_bytes=MAX_SMALL_BYTES)
         except NotFound as error:
             raise NotFound(
                 f"there is no stream at {self.url}",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,29 +13,25 @@ from typing import NamedTuple, Self
 
 from thinwire.errors import (
     Corrupt,
-    FormatError,
     HistoryPruned,
     NotFound,
-    StreamError,
     ThinwireError,
 )
 from thinwire.follow import Stream, open_stream
+from thinwire.follow.presence import Outage
 from thinwire.maintain.anchoring import make_anchor
+from thinwire.maintain.charge import Charge
 from thinwire.maintain.inventory import Inventory
 from thinwire.maintain.merging import due_merges, make_merge
 from thinwire.maintain.pruning import Removed, ages_s, collect, give_up, prune
 from thinwire.maintain.trails import Trails
 from thinwire.stream import keys
-from thinwire.stream.blocks import digest_of
-from thinwire.stream.encoding import MAX_SMALL_BYTES, encode, parse_hint
-from thinwire.stream.events import Maintained, Observer, Observers, Refused
-from thinwire.stream.records import FORMAT, LEASE_TTL_S, Lease, Manifest
+from thinwire.stream.events import Maintained, Observer, Observers
+from thinwire.stream.records import LEASE_TTL_S, Manifest
 from thinwire.stream.retention import anchor_place, decide_kept, is_anchor_due, oldest_kept
 
-_LEASE_TTL_S = 900
 # So old leases are removed.
 _DEAD_S = 86_400
-_BACKGROUND = "background"
 
 
 class Work(NamedTuple):
@@ -95,11 +89,11 @@ class Maintainer:
         self._base = base
         self._callers_give_way = give_way
         self._workers = workers
-        self._holder = _BACKGROUND if is_background else _holder_of(self._folder)
+        self._charge = Charge(self.stream, self._folder, is_background=is_background)
+        self._outage = Outage(self.stream.url)
         self._trails: dict[str, Trails] = {}
         self._is_stopped = False
         self._failed_count = 0
-        self._leased_at_s = 0.0
         self._wakes: SimpleQueue[None] = SimpleQueue()  # may be put to from a signal handler
 
     def __enter__(self) -> Self:
@@ -119,10 +113,7 @@ class Maintainer:
         for trails in self._trails.values():
             trails.close()
         self._trails.clear()
-        with suppress(ThinwireError):
-            held = self._lease()
-            if held is not None and held.holder == self._holder:
-                self.stream.store.delete([keys.maintainer()])
+        self._charge.end()
 
     def stop(self) -> None:
         """End :meth:`watch` after the piece of work that runs. From any thread, or a handler."""
@@ -137,7 +128,8 @@ class Maintainer:
         """
         while not self._is_stopped:
             try:
-                self.run_once()
+                with self._outage:
+                    self.run_once()
             except ThinwireError as error:
                 if not error.retryable and not isinstance(error, NotFound):
                     raise
@@ -150,12 +142,13 @@ class Maintainer:
 
         Raises:
             NotFound: There is no such stream.
+            Unavailable: The store does not answer, or the stream that was there is not.
             ThinwireError: Something failed; what was made stays, what was not is made next time.
         """
         self._failed_count = 0
         self.stream.forget()
         self.stream.check_key()
-        now_s = self._take_lease()
+        now_s = self._charge.take()
         if now_s is None:
             return Work(is_other=True)
         head = self.stream.tip().head
@@ -196,8 +189,7 @@ class Maintainer:
 
     def _give_way(self) -> None:
         """Between pieces of work: keep the lease, and let the caller have its way."""
-        if time.monotonic() - self._leased_at_s > _LEASE_TTL_S / 3:
-            self._write_lease()
+        self._charge.keep()
         self._callers_give_way()
 
     def _merge(self, inventory: Inventory, head: Manifest, oldest: int) -> int:
@@ -303,46 +295,6 @@ class Maintainer:
         self.stream.store.delete(dead)
         return found
 
-    def _take_lease(self) -> float | None:
-        """Be the one in charge: the time by the store's clock; None: another one is."""
-        key = keys.maintainer()
-        held = self._lease()
-        is_free = held is None or held.holder in (self._holder, _BACKGROUND)
-        if not is_free:
-            now_s, modified_s = self._store_time(), self._modified_s(key)
-            if modified_s is not None and now_s - modified_s < _LEASE_TTL_S:
-                return None
-        self._write_lease()
-        return self._modified_s(key) or self._store_time()
-
-    def _write_lease(self) -> None:
-        mine = Lease(FORMAT, self._holder, "0" * 32, 1, _LEASE_TTL_S)
-        self.stream.store.put(keys.maintainer(), encode(mine))
-        self._leased_at_s = time.monotonic()
-
-    def _lease(self) -> Lease | None:
-        try:
-            data = self.stream.store.get(keys.maintainer(), limit_bytes=MAX_SMALL_BYTES)
-            return parse_hint(data, Lease, keys.maintainer())
-        except (NotFound, FormatError):
-            return None
-
-    def _store_time(self) -> float:
-        """The store's clock: when it says that something was written just now."""
-        key = f"{keys.LEASES}clock-{self._holder}.json"
-        self.stream.store.put(key, b"{}")
-        modified_s = self._modified_s(key)
-        self.stream.store.delete([key])
-        if modified_s is None:
-            raise StreamError(f"{self.stream.url}: what was just written is not listed")
-        return modified_s
-
-    def _modified_s(self, key: str) -> float | None:
-        for entry in self.stream.store.list(keys.LEASES):
-            if entry.key == key:
-                return entry.modified_s
-        return None
-
     def _remove_copies(self, lineage: str) -> None:
         """Copies of the model at versions of a lineage that ended serve nothing any more."""
         trails = self._trails.pop(lineage, None)
@@ -384,19 +336,12 @@ class Maintainer:
         )
 
     def _refuse(self, error: ThinwireError) -> None:
-        self._observers.on_event(
-            Refused(url=self.stream.url, lineage="", version=0, code=error.code, reason=str(error))
-        )
+        self._observers.refuse(self.stream.url, "", 0, error)
 
 
 def _step_bytes(head: Manifest) -> int:
     """About what a step delta has."""
     return head.payload_bytes if head.kind == "delta" else max(1, head.raw_bytes)
-
-
-def _holder_of(folder: Path) -> str:
-    """The same for every run in the same folder: a restarted maintainer keeps its lease."""
-    return digest_of(f"{platform.node()}:{folder.absolute()}".encode())[:32]
 
 
 class _GoingOn:

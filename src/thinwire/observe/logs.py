@@ -36,6 +36,10 @@ class LogObserver:
 
     def on_event(self, event: Event) -> None:
         """Log it."""
+        refusal = self._refusal
+        if isinstance(event, CaughtUp) and refusal is not None and not refusal.version:
+            # What was refused there was a look: the next one is another.
+            self._refusal = None
         if isinstance(event, Progressed | CaughtUp):
             return
         facts = {

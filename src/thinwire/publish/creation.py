@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from thinwire.checkpoint.disk import os_errors
 from thinwire.checkpoint.file_names import MARK_NAME
 from thinwire.errors import AlreadyExists, InvalidArgument, NotFound
 from thinwire.follow import Stream
@@ -16,15 +17,26 @@ from thinwire.stream import keys
 from thinwire.stream.encoding import MAX_SMALL_BYTES, seal
 from thinwire.stream.records import FORMAT, StreamRecord
 
+# In a folder of a publisher: the record of the stream that it publishes to.
+_NOTE = "stream.json"
 
-def create_stream(stream: Stream) -> StreamRecord:
+
+def create_stream(stream: Stream, folder: Path | None = None) -> StreamRecord:
     """The stream's record; made if there is none. Of several that try at once, one makes it.
 
+    Args:
+        stream: The stream.
+        folder: What a publisher keeps from run to run: with it none is made in place of one that
+            was there.
+
     Raises:
+        Unavailable: There is no stream, and there was one: its store is away.
         UnsafeStore: The store does not honour put-if-absent.
         InvalidArgument: The URL is that of a follower's folder; the stream is signed and there is
             no key, or it has another policy than the one asked for.
     """
+    if folder is not None and (folder / _NOTE).exists():
+        stream.expect()
     try:
         record = stream.record()
         _check_policy(stream, record)
@@ -47,6 +59,10 @@ def create_stream(stream: Stream) -> StreamRecord:
     # The bytes as they lie there: writing the same ones again does no harm.
     data = stream.store.get(keys.STREAM, limit_bytes=MAX_SMALL_BYTES)
     prove_put_if_absent(stream.store, keys.STREAM, data)
+    if folder is not None:
+        with os_errors("cannot write into", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _NOTE).write_bytes(data)
     return record
 
 

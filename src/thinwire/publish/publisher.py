@@ -18,7 +18,6 @@ from thinwire.codec.chunk import Spec
 from thinwire.errors import (
     InvalidArgument,
     LineageChanged,
-    NotFound,
     StoreError,
     ThinwireError,
     Unavailable,
@@ -32,7 +31,7 @@ from thinwire.publish.creation import create_stream
 from thinwire.publish.making import Facts, VersionMaker
 from thinwire.publish.source import TENSORS, Source, open_source
 from thinwire.stream.encoding import MAX_NUMBER, plain_metadata
-from thinwire.stream.events import Observer, Observers, Published, Refusals, Refused
+from thinwire.stream.events import Observer, Observers, Refusals
 from thinwire.stream.records import Manifest
 from thinwire.stream.version import Version
 
@@ -66,7 +65,8 @@ class Publisher:
 
     Raises:
         UnsafeStore: The store does not honour put-if-absent.
-        NotFound: The folder holds a version of a stream, and there is none at the URL.
+        Unavailable: The folder holds a version of a stream, and there is none at the URL: its store
+            is away.
         LineageChanged: A new lineage was begun and has no version yet: pass ``new_lineage``.
         HistoryPruned: The baseline cannot be brought to the head.
         BaseUnusable: Another publisher or follower uses the folder.
@@ -88,7 +88,8 @@ class Publisher:
     ) -> None:
         self.stream = stream if isinstance(stream, Stream) else open_stream(stream)
         self._sink = CheckpointSink(folder, workers=workers)
-        _check_still_there(self.stream, self._sink)
+        if self._sink.mark() is not None:
+            self.stream.expect()
         create_stream(self.stream)
         self._observers = Observers(observer)
         self._is_closed = False
@@ -256,18 +257,7 @@ class Publisher:
         except StoreError as error:
             self._refuse(manifest, error)
         version = Version.of(manifest)
-        self._observers.on_event(
-            Published(
-                url=self.stream.url,
-                lineage=version.lineage,
-                version=version.version,
-                step=version.step,
-                payload_bytes=version.payload_bytes,
-                raw_bytes=version.raw_bytes,
-                changed_count=version.changed_count,
-                wall_s=time.monotonic() - start_s,
-            )
-        )
+        self._observers.published(self.stream.url, version, time.monotonic() - start_s)
         return version
 
     def _warn_of_step(self, step: int | None) -> None:
@@ -321,35 +311,7 @@ class Publisher:
         )
 
     def _refuse(self, manifest: Manifest, error: ThinwireError) -> None:
-        self._observers.on_event(
-            Refused(
-                url=self.stream.url,
-                lineage=manifest.lineage,
-                version=manifest.version,
-                code=error.code,
-                reason=str(error),
-            )
-        )
-
-
-def _check_still_there(stream: Stream, sink: CheckpointSink) -> None:
-    """Refuse to make a stream in place of one that was there: a store may be away for a moment.
-
-    Raises:
-        NotFound: As said.
-    """
-    mark = sink.mark()
-    if mark is None:
-        return
-    try:
-        stream.record()
-    except NotFound as error:
-        raise NotFound(
-            f"{sink} is at version {mark.version} of a stream, and there is none at {stream.url}",
-            hint="Is the URL right, and the store mounted? To begin another stream, give an empty "
-            "folder",
-            url=stream.url,
-        ) from error
+        self._observers.refuse(self.stream.url, manifest.lineage, manifest.version, error)
 
 
 def facts_of(step: int | None, metadata: Mapping[str, Any] | None) -> Facts:

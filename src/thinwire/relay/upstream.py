@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Literal, NamedTuple, TypeVar
 
 from thinwire.errors import ThinwireError, Unavailable
+from thinwire.follow.presence import KnownStore
 from thinwire.relay.workers import Room, Workers
 from thinwire.store import CountingStore, Store
 from thinwire.store.clock import Clock, SystemClock
@@ -62,7 +63,8 @@ class Upstream:
     """
 
     def __init__(self, store: Store, clock: Clock | None = None) -> None:
-        self._store = CountingStore(store)
+        self._known = KnownStore(store)
+        self._store = CountingStore(self._known)
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -100,6 +102,10 @@ class Upstream:
         since_s = self._away_since_s
         return None if since_s is None else self._clock.now() - since_s
 
+    def expect_stream(self) -> None:
+        """Say that there was a stream: where there is none, the store is away."""
+        self._known.expect()
+
     def call(self, act: Callable[[Store], T], *, is_small: bool = False) -> T:
         """What ``act`` gives.
 
@@ -136,11 +142,12 @@ class Upstream:
         except Unavailable:
             raise
         except ThinwireError:
-            self._answered()
+            # That one thing is not there says nothing of a store that may have lost them all.
+            self._answered(is_proof=kind == "probe")
             raise
         finally:
             self._running.pop(number, None)
-        self._answered()
+        self._answered(is_proof=True)
         return found
 
     @contextmanager
@@ -244,8 +251,10 @@ class Upstream:
         if is_new:
             _LOG.warning("%s is away: %s; what is held is served", self.url, error.message)
 
-    def _answered(self) -> None:
+    def _answered(self, *, is_proof: bool) -> None:
         with self._lock:
+            if self._away_since_s is not None and not is_proof:
+                return
             since_s, self._away_since_s = self._away_since_s, None
             self._pause_s = 0.0
             self._last_end_s = self._clock.now()

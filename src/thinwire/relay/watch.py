@@ -29,6 +29,7 @@ _LARGEST_SHARE = 0.5
 _FETCH_WITHIN_S = 3600.0
 _CHECK_S = 30.0
 _ANSWER_WITHIN_S = 30.0
+_IDENTITY = Place("stream", keys.STREAM)
 
 
 class Watch:
@@ -83,6 +84,10 @@ class Watch:
 
     def start(self) -> None:
         """Begin."""
+        if self._records.held_back(_IDENTITY) is not None:
+            # Of an earlier run; so is what the first looks find, perhaps.
+            self._upstream.expect_stream()
+            self._checked_s -= _CHECK_S
         runs = [("thinwire-watch", self._run)]
         if self._fetches:
             runs.append(("thinwire-ahead", self._fetch))
@@ -162,6 +167,8 @@ class Watch:
         try:
             if not self._records.is_gone(place, _ANSWER_WITHIN_S):
                 return
+            # Where the stream is gone as well, the store is away: that is Unavailable.
+            self._records.is_gone(_IDENTITY, _ANSWER_WITHIN_S)
         except (FormatError, StreamError):
             # It is of another stream, or another one.
             pass

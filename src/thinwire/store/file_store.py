@@ -7,6 +7,8 @@ before the call returns.
 
 What a killed writer leaves lies in one hidden folder, is never listed, and is removed by a later
 writer once it is a day old. Links to folders are not followed by listings.
+
+A folder that was there and is not is a store that is away: see ``RootFolder``.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from thinwire.errors import (
     UnsafeStore,
     from_os_error,
 )
+from thinwire.store.root_folder import STAGING, RootFolder, make_folders, sync_folder
 from thinwire.store.store import (
-    RESERVED_PREFIX,
     Entry,
     check_key,
     check_prefix,
@@ -41,7 +43,6 @@ from thinwire.store.store import (
     too_short,
 )
 
-_STAGING = f"{RESERVED_PREFIX}writing"
 _ABANDONED_S = 86_400.0
 _COPY_BYTES = 1 << 20
 # What file systems without hard links answer.
@@ -52,10 +53,11 @@ _PLACE_TRIES = 100
 
 
 class FileStore:
-    """Objects as files below ``root``, which is made by the first write."""
+    """Objects as files below ``root``, made by the first write where it was not there before."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root.absolute()
+        self._folder = RootFolder(root)
+        self._root = self._folder.path
         self._swept = False
 
     @property
@@ -123,11 +125,12 @@ class FileStore:
         for key in keys:
             check_key(key)
             path = self._root / key
-            self._refuse_links(key)
             with self._errors("delete", key):
+                self._refuse_links(key)
                 try:
                     path.unlink()
                 except _NOT_AN_OBJECT:
+                    self._folder.check_there()
                     continue
                 except PermissionError:
                     # What some systems answer for a folder.
@@ -154,6 +157,7 @@ class FileStore:
                 url=self.url,
             ) from error
         except OSError as error:
+            self._folder.explain(error)
             raise from_os_error(error, f"cannot {doing} {key} in", self.url) from error
 
     @contextmanager
@@ -168,6 +172,7 @@ class FileStore:
                     os.close(descriptor)
                     raise IsADirectoryError
             except _NOT_AN_OBJECT:
+                self._folder.check_there()
                 raise NotFound(
                     f"cannot read {key} in {self.url}: there is no such object",
                     hint="Check the URL and the key",
@@ -175,16 +180,17 @@ class FileStore:
                     url=self.url,
                 ) from None
             with os.fdopen(descriptor, "rb") as file:
+                if not self._folder.was_seen:
+                    self._folder.check_there()
                 yield file
 
     @contextmanager
     def _staged(self, key: str, fill: Callable[[BinaryIO], None]) -> Iterator[Path]:
         """A finished, synced file that has no key yet; gone afterwards under that name."""
         check_key(key)
-        folder = self._root / _STAGING
-        self._refuse_links(f"{_STAGING}/x")
+        self._refuse_links(f"{STAGING}/x")
         self._refuse_links(key)
-        _make_folders(folder)
+        folder = self._folder.make_staging()
         self._sweep(folder)
         path = folder / secrets.token_hex(12)
         try:
@@ -224,11 +230,13 @@ class FileStore:
         target = self._root / key
         for tries_left in reversed(range(_PLACE_TRIES)):
             try:
-                _make_folders(target.parent)
+                make_folders(target.parent, self._root)
                 name(made, target)
             except FileNotFoundError:
                 if tries_left and made.exists():
                     continue
+                # What was written is not where it is to be named: that folder is another one.
+                self._remove_empty(target.parent)
                 raise
             except OSError as error:
                 explained = self._explained(error, key, target)
@@ -238,7 +246,7 @@ class FileStore:
             break
         # The object may have been deleted already, and its folder with it.
         with suppress(FileNotFoundError):
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
 
     def _explained(self, error: OSError, key: str, target: Path) -> StoreError | None:
         if isinstance(error, IsADirectoryError) or (
@@ -277,7 +285,7 @@ class FileStore:
                 yield from self._walk(f"{key}/", after)
             elif key > after:
                 # Without the name: it may have been deleted meanwhile.
-                with suppress(FileNotFoundError), self._errors("list", key):
+                with suppress(NotFound), self._errors("list", key):
                     status = (self._root / key).stat()
                     if stat.S_ISREG(status.st_mode):
                         yield Entry(key, status.st_size, status.st_mtime)
@@ -287,10 +295,13 @@ class FileStore:
         try:
             with self._errors("list", prefix), os.scandir(self._root / prefix) as found:
                 names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
-        except (NotFound, StoreError) as error:
+        except StoreError as error:
             if isinstance(error, NotFound) or isinstance(error.__cause__, NotADirectoryError):
                 return []
             raise
+        if not names or not self._folder.was_seen:
+            with self._errors("list", prefix):
+                self._folder.check_there()
         return sorted(names, key=lambda item: f"{item[0]}/" if item[1] else item[0])
 
 
@@ -318,22 +329,3 @@ def _link(made: Path, target: Path) -> None:
         # Over NFS the answer to a link that was made may be lost and asked for again.
         if made.stat().st_nlink < 2 or not made.samefile(target):
             raise
-
-
-def _make_folders(folder: Path) -> None:
-    """Make a folder and the ones above it, each one's name durable."""
-    if folder.is_dir():
-        return
-    if folder.parent != folder:
-        _make_folders(folder.parent)
-    with suppress(FileExistsError):
-        folder.mkdir()
-        _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from urllib.parse import SplitResult
 
 from thinwire.errors import LimitExceeded, StoreError, Unavailable
-from thinwire.store.lines import Line, TooMuchSent
+from thinwire.store.lines import NO_TLS, Line, TooMuchSent
 
 MAX_ERROR_BYTES = 1 << 14
 _KEPT = 32
@@ -69,21 +69,22 @@ class HttpClient:
     Args:
         parts: Of the server's URL.
         token: The bearer token; empty: none.
-        timeouts: When to give up.
     """
 
-    def __init__(
-        self, parts: SplitResult, token: str = "", timeouts: Timeouts = DEFAULT_TIMEOUTS
-    ) -> None:
+    def __init__(self, parts: SplitResult, token: str = "") -> None:
         self._host = parts.hostname or ""
         self._port = parts.port
         self._is_tls = parts.scheme.lower() == "https"
         self._token = token
-        self._timeouts = timeouts
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
         self._process = os.getpid()
         self._tls: ssl.SSLContext | None = None
+
+    @property
+    def has_token(self) -> bool:
+        """Whether requests bring a token."""
+        return bool(self._token)
 
     def request(
         self,
@@ -91,6 +92,7 @@ class HttpClient:
         target: str,
         *,
         limit_bytes: int,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
         body: bytes = b"",
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
@@ -100,6 +102,7 @@ class HttpClient:
             method: HTTP's.
             target: The path and query, encoded.
             limit_bytes: The most that the body of a good answer may have.
+            timeouts: When to give up.
             body: What to send.
             headers: More of them.
 
@@ -109,7 +112,7 @@ class HttpClient:
             StoreError: The answer is no HTTP.
         """
         while True:
-            connection, is_fresh = self._connection()
+            connection, is_fresh = self._connection(timeouts)
             try:
                 return self._ask(connection, method, target, limit_bytes, body, headers or {})
             except _WasClosed:
@@ -134,7 +137,7 @@ class HttpClient:
         if self._token:
             given["Authorization"] = f"Bearer {self._token}"
         with _errors():
-            line, timeouts = connection.line, self._timeouts
+            line, timeouts = connection.line, connection.timeouts
             line.give(timeouts.head_s, _MAX_HEAD_BYTES, silence_s=timeouts.read_s)
             try:
                 connection.request(method, target, body=body or None, headers=given)
@@ -158,16 +161,19 @@ class HttpClient:
             connection.shut()
         return Answer(response.status, found, data)
 
-    def _connection(self) -> tuple[_Connection, bool]:
+    def _connection(self, timeouts: Timeouts) -> tuple[_Connection, bool]:
         """A connection, and whether it is new."""
         with self._lock:
             if self._process != os.getpid():
                 # The parent's connections are the parent's.
                 self._idle, self._process = [], os.getpid()
             if self._idle:
-                return self._idle.pop(), False
+                connection = self._idle.pop()
+                connection.timeouts = timeouts
+                return connection, False
         with _errors():
             connection = self._made()
+            connection.timeouts = timeouts
             connection.connect()
         return connection, True
 
@@ -176,7 +182,7 @@ class HttpClient:
             with self._lock:
                 # Honours SSL_CERT_FILE, for servers with certificates of one's own.
                 self._tls = self._tls or ssl.create_default_context()
-        return _Connection(self._host, self._port, self._tls, self._timeouts.connect_s)
+        return _Connection(self._host, self._port, self._tls)
 
     def _keep(self, connection: _Connection) -> None:
         with self._lock:
@@ -190,20 +196,18 @@ class _Connection(http.client.HTTPConnection):
     """http.client's, over a socket that knows a deadline for all of an answer."""
 
     line: Line
+    timeouts: Timeouts = DEFAULT_TIMEOUTS  # of what is asked now
 
-    def __init__(
-        self, host: str, port: int | None, tls: ssl.SSLContext | None, connect_s: float
-    ) -> None:
+    def __init__(self, host: str, port: int | None, tls: ssl.SSLContext | None) -> None:
         self.default_port = 80 if tls is None else 443
         super().__init__(host, port or self.default_port)
         # It would connect again by itself, under no deadline.
         self.auto_open = 0
         self._tls = tls
-        self._connect_s = connect_s
 
     def connect(self) -> None:
         """Connect."""
-        plain = _connected(self.host, self.port, self._connect_s)
+        plain = _connected(self.host, self.port, self.timeouts.connect_s)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found = plain
@@ -257,6 +261,16 @@ def _errors() -> Iterator[None]:
         raise StoreError(
             "the server's certificate is not trusted",
             hint="Set SSL_CERT_FILE to the authority's certificate",
+        ) from None
+    except ssl.SSLError as error:
+        if error.reason not in NO_TLS:
+            raise Unavailable(
+                f"no secure connection ({error.reason or 'TLS failed'})",
+                hint="Check the server's certificate and versions of TLS, and the network",
+            ) from None
+        raise StoreError(
+            "the server answers with what is no TLS",
+            hint="Does it speak plain HTTP? Then write http:// in place of https://",
         ) from None
     except TimeoutError:
         raise Unavailable("no answer in time", hint="Check the network, then retry") from None

@@ -6,6 +6,7 @@ publishes or maintains a stream writes to the bucket itself.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,6 +58,7 @@ ABSENT_HEADER = "thinwire-absent"
 # How old a relay's knowledge is, while it cannot ask its store.
 AGE_HEADER = "thinwire-age-s"
 _LEASES = "leases/"
+_SAID_CHARS = 200
 _PAST_THE_END = 416
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(?:\d{1,19}|\*)")
@@ -114,7 +116,14 @@ class HttpStore:
         path = quote(unquote(parts.path).strip("/"))
         self._root = f"/{path}" if path else ""
         self._url = f"{parts.scheme.lower()}://{parts.netloc}{self._root}"
-        self._client = HttpClient(parts, token, timeouts)
+        self._timeouts = timeouts
+        self._client = HttpClient(parts, token)
+
+    def with_timeouts(self, timeouts: Timeouts) -> HttpStore:
+        """The same server, over the same connections, given up at other times."""
+        other = copy.copy(self)
+        other._timeouts = timeouts
+        return other
 
     @property
     def url(self) -> str:
@@ -273,6 +282,7 @@ class HttpStore:
                 method,
                 f"{self._root}{target}",
                 limit_bytes=limit_bytes,
+                timeouts=self._timeouts,
                 body=body,
                 headers=headers,
             )
@@ -297,9 +307,13 @@ class HttpStore:
                 **context,
             )
         if status in (401, 403):
+            hint = "See the server's file of tokens"
+            if not self._client.has_token:
+                hint = f"Set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}"
+            said = _said(answer.body)
             return AccessDenied(
-                f"{named}: the server refused access (HTTP {status})",
-                hint=f"Set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}",
+                f"{named}: the server refused access (HTTP {status}{said and ': '}{said})",
+                hint=hint,
                 **context,
             )
         is_judged = status == 502 and doing == "read"
@@ -351,8 +365,18 @@ def _seconds(answer: Answer, name: str) -> float | None:
 
 
 def _code(body: bytes) -> str:
+    return _told(body, "code")
+
+
+def _said(body: bytes) -> str:
+    """What a server says that is wrong: one short line, whatever it sent."""
+    text = _told(body, "message")[:_SAID_CHARS]
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _told(body: bytes, name: str) -> str:
     with suppress(ValueError, TypeError, KeyError, RecursionError):
-        return str(json.loads(body)["error"]["code"])
+        return str(json.loads(body)["error"][name])
     return ""
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
+import stat
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from urllib.parse import SplitResult
 
@@ -44,13 +47,28 @@ def is_near(host: str) -> bool:
         return host == "localhost"
 
 
+def tell_if_open(file: BufferedReader) -> None:
+    """Warn where everybody on this machine may read a file of secrets.
+
+    Of a signing key that is an error. These come from a mount as well, whose mode is not theirs.
+    """
+    mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    if mode & 0o007:
+        _LOG.warning(
+            "everybody on this machine may use the token in %s (its mode is %o): chmod 600",
+            file.name,
+            mode,
+        )
+
+
 def _token(environment: Mapping[str, str]) -> str:
     token = environment.get(TOKEN_VARIABLE, "")
     name, source = environment.get(TOKEN_FILE_VARIABLE, ""), TOKEN_VARIABLE
     if not token and name:
-        source = TOKEN_FILE_VARIABLE
+        source = name
         try:
             with Path(name).open("rb") as file:
+                tell_if_open(file)
                 token = file.read(_MAX_TOKEN_LETTERS + 2).decode("ascii", "replace")
         except OSError as error:
             raise from_os_error(error, "cannot read", name) from error

@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+# What OpenSSL calls the first bytes of an answer in plain HTTP.
+NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"})
+
 
 class TooMuchSent(Exception):
     """More came than any answer has."""

@@ -5,7 +5,9 @@ a reader never sees half an object. No key may lie below another one ("a" and "a
 has no place for both. Every method may be called from many threads at once.
 
 Every method may also raise ``AccessDenied`` (the credentials do not suffice), ``Unavailable`` (no
-answer now; retryable; a write may or may not have happened) or plain ``StoreError``.
+answer now; retryable; a write may or may not have happened) or plain ``StoreError``. ``NotFound``
+says that the store is there and the key is not: where the store itself has gone, all that was in it
+is ``Unavailable``, and no write makes it again.
 """
 
 from __future__ import annotations

@@ -136,11 +136,23 @@ class RetryingStore(StoreWrapper):
 
     def _retrying(self, call: Callable[[], T]) -> T:
         pause = self._pause()
+        failed_s: float | None = None
         while True:
             try:
-                return call()
+                found = call()
             except StoreError as error:
+                if not error.retryable:
+                    self._tell_back(failed_s)
+                elif failed_s is None:
+                    failed_s = self._clock.now()
                 pause(error)
+            else:
+                self._tell_back(failed_s)
+                return found
+
+    def _tell_back(self, failed_s: float | None) -> None:
+        if failed_s is not None:
+            _LOG.warning("%s answers again, %.1f s later", self.url, self._clock.now() - failed_s)
 
     def _pause(self) -> Callable[[StoreError], None]:
         """What to call, once per failure of one operation: it waits, or raises the failure."""

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from thinwire.errors import ThinwireError
+from thinwire.stream.version import Version
+
 _LOG = logging.getLogger("thinwire")
 
 
@@ -158,3 +161,24 @@ class Observers:
                 observer.on_event(event)
             except Exception:
                 _LOG.exception("an observer failed on %s", type(event).__name__)
+
+    def published(self, url: str, version: Version, wall_s: float) -> None:
+        """Tell of a version that was committed."""
+        self.on_event(
+            Published(
+                url=url,
+                lineage=version.lineage,
+                version=version.version,
+                step=version.step,
+                payload_bytes=version.payload_bytes,
+                raw_bytes=version.raw_bytes,
+                changed_count=version.changed_count,
+                wall_s=wall_s,
+            )
+        )
+
+    def refuse(self, url: str, lineage: str, version: int, error: ThinwireError) -> None:
+        """Tell of what is not used; no lineage and version 0 where it is nothing in particular."""
+        self.on_event(
+            Refused(url=url, lineage=lineage, version=version, code=error.code, reason=str(error))
+        )
