@@ -75,14 +75,38 @@ def limits_of(
     scenario: Scenario, payload: Payload, timing: Timing, traffic: Traffic, memory: Memory
 ) -> list[Limit]:
     """Every limit that is looked at, hard ones first."""
-    return [*_formats(scenario, payload), *_paces(scenario, timing, traffic, memory)]
+    found = [*_of_versions(scenario, payload), *_of_containers(scenario, payload)]
+    found += [*_of_uploads(payload), *_of_steps(scenario, timing, traffic)]
+    if scenario.has_relay:
+        found += _of_relays(scenario, traffic)
+    if scenario.has_hub:
+        found.append(
+            Limit(
+                "replicas that one hub hears",
+                scenario.replicas,
+                HUB_REPLICAS,
+                "",
+                "hub/replicas.py FleetLimits",
+                "A hub for each region",
+            )
+        )
+    if scenario.ranks > 1:
+        found += _of_ranks(scenario)
+    found.append(
+        Limit(
+            "memory of the largest process",
+            max(memory.first_rank, memory.follower, memory.maintainer),
+            1 << 40,
+            "bytes",
+            "a host of 1 TiB",
+            "More ranks, or baseline='disk'",
+        )
+    )
+    return found
 
 
-def _formats(scenario: Scenario, payload: Payload) -> list[Limit]:
-    containers = payload.delta.count
-    mean = scenario.params // scenario.tensors * scenario.word_bytes
-    carried = scenario.tensors * _INDEX_LINE_BYTES + _TOKENIZER_BYTES
-    largest = payload.anchor.size
+def _of_versions(scenario: Scenario, payload: Payload) -> list[Limit]:
+    """What a version is made of."""
     return [
         Limit(
             "a version's manifest",
@@ -99,7 +123,13 @@ def _formats(scenario: Scenario, payload: Payload) -> list[Limit]:
             "bytes",
             "stream/encoding.py MAX_MANIFEST_BYTES",
         ),
-        Limit("shards of a version", containers, MAX_SHARDS, "", "stream/encoding.py MAX_SHARDS"),
+        Limit(
+            "shards of a version",
+            payload.delta.count,
+            MAX_SHARDS,
+            "",
+            "stream/encoding.py MAX_SHARDS",
+        ),
         Limit(
             "files of an anchor",
             payload.anchor.count,
@@ -108,8 +138,25 @@ def _formats(scenario: Scenario, payload: Payload) -> list[Limit]:
             "stream/encoding.py MAX_FILES",
         ),
         Limit(
+            "versions until numbers end",
+            scenario.versions,
+            MAX_VERSION,
+            "",
+            "stream/keys.py MAX_VERSION",
+        ),
+    ]
+
+
+def _of_containers(scenario: Scenario, payload: Payload) -> list[Limit]:
+    """What a container holds."""
+    containers = payload.delta.count
+    index_bytes = scenario.tensors * facts.INDEX_BYTES_PER_TENSOR.value
+    mean = scenario.params // scenario.tensors * scenario.word_bytes
+    carried = scenario.tensors * _INDEX_LINE_BYTES + _TOKENIZER_BYTES
+    return [
+        Limit(
             "index of a container, unpacked",
-            scenario.tensors * facts.INDEX_BYTES_PER_TENSOR.value / containers,
+            index_bytes / containers,
             MAX_INDEX_BYTES,
             "bytes",
             "codec/container.py MAX_INDEX_BYTES",
@@ -117,7 +164,7 @@ def _formats(scenario: Scenario, payload: Payload) -> list[Limit]:
         ),
         Limit(
             "index of all in one container (thinwire diff)",
-            scenario.tensors * facts.INDEX_BYTES_PER_TENSOR.value,
+            index_bytes,
             MAX_INDEX_BYTES,
             "bytes",
             "codec/container.py MAX_INDEX_BYTES",
@@ -152,13 +199,13 @@ def _formats(scenario: Scenario, payload: Payload) -> list[Limit]:
             "checkpoint/plan.py MAX_CARRIED_BYTES",
             "Only a reference and a change of layout carry them: begin by an anchor",
         ),
-        Limit(
-            "versions until numbers end",
-            scenario.versions,
-            MAX_VERSION,
-            "",
-            "stream/keys.py MAX_VERSION",
-        ),
+    ]
+
+
+def _of_uploads(payload: Payload) -> list[Limit]:
+    """What S3 takes."""
+    largest = payload.anchor.size
+    return [
         Limit(
             "an anchor's file in one PUT",
             min(largest, part_bytes(largest)),
@@ -171,19 +218,10 @@ def _formats(scenario: Scenario, payload: Payload) -> list[Limit]:
     ]
 
 
-def _chunks(scenario: Scenario) -> int:
-    """Chunks that are coded one by one; a small tensor is in a chunk with others."""
-    return scenario.params // CHUNK_WORDS + scenario.tensors
-
-
-def _relays_for(relay_s: float, scenario: Scenario) -> int:
-    """Relays a region, where one of those there are takes so long for a version."""
-    return math.ceil(relay_s * scenario.relays / scenario.step_s)
-
-
-def _paces(scenario: Scenario, timing: Timing, traffic: Traffic, memory: Memory) -> list[Limit]:
+def _of_steps(scenario: Scenario, timing: Timing, traffic: Traffic) -> list[Limit]:
+    """What must keep pace with the trainer."""
     step_s = scenario.step_s
-    found = [
+    return [
         Limit(
             "a version on the trainer's side",
             timing.trainer_s,
@@ -220,82 +258,73 @@ def _paces(scenario: Scenario, timing: Timing, traffic: Traffic, memory: Memory)
             else "A faster link, or fewer relays: each fetches a copy of its own",
         ),
     ]
-    if scenario.has_relay:
-        network_s = traffic.relay * 8 / scenario.local_bits_per_s
-        process_s = traffic.relay / scenario.relay_bytes_per_s
-        found += [
-            Limit(
-                "a relay's network, for each version",
-                network_s,
-                step_s,
-                "s",
-                "--local-link: every replica of the region reads through its relay",
-                f"At least {_relays_for(network_s, scenario)} relays a region (--relays)",
-            ),
-            Limit(
-                "a relay's process, for each version",
-                process_s,
-                step_s,
-                "s",
-                "--relay-speed: one event loop sends everything (relay/server.py)",
-                f"At least {_relays_for(process_s, scenario)} relays a region (--relays), or an "
-                "HTTP cache before one (--relay-speed)",
-            ),
-        ]
-    if scenario.has_hub:
-        found.append(
-            Limit(
-                "replicas that one hub hears",
-                scenario.replicas,
-                HUB_REPLICAS,
-                "",
-                "hub/replicas.py FleetLimits",
-                "A hub for each region",
-            )
-        )
-    if scenario.ranks > 1:
-        polls = scenario.ranks / _LONGEST_POLL_S * _CHECKS_A_POLL
-        found += [
-            Limit(
-                "ranks that ask the job's store",
-                polls,
-                facts.STORE_CHECKS_PER_S.value,
-                "checks a second",
-                "torch/ranks.py _LONGEST_POLL_S",
-                "Publish from fewer ranks (group=)",
-            ),
-            Limit(
-                "planning a first version",
-                _chunks(scenario)
-                * (
-                    facts.FIRST_US_PER_UNIT.value
-                    if scenario.held == "parts"
-                    else facts.FIRST_WHOLE_US_PER_UNIT.value
-                )
-                * 1e-6,
-                _DEADLINE_S,
-                "s",
-                "publish/first.py FirstVersion._rounds: every rank goes through every chunk",
-                "Begin the stream from a folder (thinwire publish) or by reference",
-            ),
-            Limit(
-                "ranks that meet",
-                holdings(scenario) * facts.MEET_US_PER_HOLDING.value * 1e-6,
-                _DEADLINE_S,
-                "s",
-                "publish/meeting.py: rank 0 goes through every tensor of every rank",
-                "A longer deadline_s, fewer ranks, or tensors whole on ranks",
-            ),
-        ]
-    memory_bytes = max(memory.first_rank, memory.follower, memory.maintainer)
-    found.append(
+
+
+def _of_relays(scenario: Scenario, traffic: Traffic) -> list[Limit]:
+    """What a relay sends within a step."""
+    step_s = scenario.step_s
+    network_s = traffic.relay * 8 / scenario.local_bits_per_s
+    process_s = traffic.relay / scenario.relay_bytes_per_s
+    return [
         Limit(
-            "memory of the largest process",
-            memory_bytes,
-            1 << 40,
-            "bytes",
-            "a host of 1 TiB",
-            "More ranks, or baseline='disk'",
-        )
+            "a relay's network, for each version",
+            network_s,
+            step_s,
+            "s",
+            "--local-link: every replica of the region reads through its relay",
+            f"At least {_relays_for(network_s, scenario)} relays a region (--relays)",
+        ),
+        Limit(
+            "a relay's process, for each version",
+            process_s,
+            step_s,
+            "s",
+            "--relay-speed: one event loop sends everything (relay/server.py)",
+            f"At least {_relays_for(process_s, scenario)} relays a region (--relays), or an "
+            "HTTP cache before one (--relay-speed)",
+        ),
+    ]
+
+
+def _of_ranks(scenario: Scenario) -> list[Limit]:
+    """What ranks say to each other."""
+    polls = scenario.ranks / _LONGEST_POLL_S * _CHECKS_A_POLL
+    first_us = (
+        facts.FIRST_US_PER_UNIT if scenario.held == "parts" else facts.FIRST_WHOLE_US_PER_UNIT
     )
-    return found
+    return [
+        Limit(
+            "ranks that ask the job's store",
+            polls,
+            facts.STORE_CHECKS_PER_S.value,
+            "checks a second",
+            "torch/ranks.py _LONGEST_POLL_S",
+            "Publish from fewer ranks (group=)",
+        ),
+        Limit(
+            "planning a first version",
+            _chunks(scenario) * first_us.value * 1e-6,
+            _DEADLINE_S,
+            "s",
+            "publish/first.py FirstVersion._rounds: every rank goes through every chunk",
+            "Begin the stream from a folder (thinwire publish) or by reference",
+        ),
+        Limit(
+            "ranks that meet",
+            holdings(scenario) * facts.MEET_US_PER_HOLDING.value * 1e-6,
+            _DEADLINE_S,
+            "s",
+            "publish/meeting.py: rank 0 goes through every tensor of every rank",
+            "A longer deadline_s, fewer ranks, or tensors whole on ranks",
+        ),
+    ]
+
+
+def _chunks(scenario: Scenario) -> int:
+    """Chunks that are coded one by one; a small tensor is in a chunk with others."""
+    return scenario.params // CHUNK_WORDS + scenario.tensors
+
+
+def _relays_for(relay_s: float, scenario: Scenario) -> int:
+    """Relays a region, where one of those there are takes so long for a version."""
+    return math.ceil(relay_s * scenario.relays / scenario.step_s)

@@ -18,6 +18,8 @@ from typing import Any, Self
 
 from thinwire.engines.engine import Engine, EngineState, Policy, Update, label_of
 from thinwire.engines.host import HostCopy
+from thinwire.engines.patience import Patience, wait_s
+from thinwire.engines.readiness import Readiness
 from thinwire.engines.telling import Teller
 from thinwire.engines.walk import Deadlines, Served, Walk
 from thinwire.errors import (
@@ -25,7 +27,6 @@ from thinwire.errors import (
     EngineDetached,
     EngineError,
     EngineNotReady,
-    EngineUnreachable,
     ThinwireError,
 )
 from thinwire.follow import Follower, Stream
@@ -36,8 +37,6 @@ __all__ = ["Deadlines", "Driver", "Served"]
 
 _LOG = logging.getLogger("thinwire")
 
-_MAX_WAIT_S = 60.0
-_MAX_AWAY_WAIT_S = 3.0
 _LABEL = re.compile(r"[0-9]+-[0-9a-f]{12}\Z")
 # An engine that is busy answers late: only after so many looks without an answer it is not ready.
 _MAX_MISSES = 3
@@ -81,23 +80,20 @@ class Driver:
         self.engine = engine
         self.host = HostCopy(folder, workers=workers)
         self._walk = Walk(engine, policy, deadlines or Deadlines(), self.host.pause_marker)
-        self._on_ready = on_ready
-        self._is_ready: bool | None = None
         self._served: Version | None = None
         # Whether something was seen since that makes a proof necessary before it counts.
         self._is_suspect = False
         self._unproved: Served | None = None
-        self._failure_count = 0
+        self._patience = Patience()
         self._refusal_count = 0
         self._rival = ""  # the label that somebody else gave the engine
         self._rival_count = 0
-        self._next_try_s = 0.0
         self._miss_count = 0
         self._lock = threading.Lock()  # held by whoever asks the engine something
         self._is_stopped = threading.Event()
         self.follower = Follower(stream, self.host, observer=observer, **follower_options)
         self._teller = Teller(observer, engine.name, self.follower.stream.url)
-        self._set_ready(False)
+        self._readiness = Readiness(on_ready)
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +119,7 @@ class Driver:
     @property
     def is_ready(self) -> bool:
         """Whether the engine serves one whole version of the stream, as far as is known."""
-        return bool(self._is_ready)
+        return bool(self._readiness)
 
     @property
     def served(self) -> Version | None:
@@ -186,7 +182,7 @@ class Driver:
                 served = self._bring_to(version)
             except EngineNotReady:
                 self._served = None
-                self._set_ready(False)
+                self._readiness.set(False)
                 raise
             except EngineError:
                 # It serves as before; whether it does is proved when it is needed.
@@ -212,12 +208,12 @@ class Driver:
     def _look_after(self, look_s: float) -> Iterator[Served]:
         """While the stream cannot be followed, keep the engine at what the host's copy holds."""
         self._refusal_count += 1
-        end_s = time.monotonic() + _wait_s(self._refusal_count)
+        end_s = time.monotonic() + wait_s(self._refusal_count)
         while time.monotonic() < end_s and not self._is_stopped.wait(look_s):
             yield from self._try()
 
     def _try(self) -> Iterator[Served]:
-        if time.monotonic() < self._next_try_s:
+        if not self._patience.is_due:
             return
         # Not what the follower yielded: a way of several steps may have ended in between.
         held = self.follower.version()
@@ -226,9 +222,9 @@ class Driver:
         try:
             served = self.bring_to(held)
         except ThinwireError as error:
-            self._failed(held, error, self._back_off(error))
+            self._failed(held, error, self._patience.failed(error))
             return
-        self._failure_count = 0
+        self._patience.succeeded()
         if served is not None:
             yield served
 
@@ -237,7 +233,7 @@ class Driver:
         state = self._state()
         if state.is_paused and not self._walk.is_ours():
             self._is_suspect = True
-            self._set_ready(False)
+            self._readiness.set(False)
             raise EngineError(
                 f"the {self.engine.name} engine is paused or asleep, and not by this driver",
                 hint="It is left alone; it is looked at again once it runs",
@@ -255,17 +251,26 @@ class Driver:
             if found is not None:
                 return found
         if is_there and self._is_known(version):
-            self._set_ready(True)
+            self._readiness.set(True)
             return None
         before = self._served
         is_known = before is not None and state.label == label_of(before) and not state.is_paused
         if not is_known:
             self._served = None
-            self._set_ready(False)
+            self._readiness.set(False)
         if before is not None and state.label != label_of(before):
             self._note_rival(state.label)
         if self._rival:
             self._meet_rival()
+        return self._walk_to(update)
+
+    def _walk_to(self, update: Update) -> Served:
+        """Bring the engine there, from wherever it is.
+
+        Raises:
+            ThinwireError: It did not get there.
+        """
+        version = update.version
         self._teller.began("update", version)
         try:
             found = self._walk.to(update, self._served)
@@ -298,7 +303,7 @@ class Driver:
         """
         label, self._rival = self._rival, ""
         self._rival_count += 1
-        self._failure_count = max(self._failure_count, self._rival_count)
+        self._patience.expect(self._rival_count)
         raise EngineError(
             f"somebody else brought the {self.engine.name} engine to {label}",
             hint="Two drivers take it from each other: stop one of them",
@@ -325,7 +330,7 @@ class Driver:
         is_ours = self._unproved is not None and self._unproved.version == version
         if is_proved is False or (is_proved is None and not is_ours):
             self._served, self._unproved = None, None
-            self._set_ready(False)
+            self._readiness.set(False)
             if is_proved is False:
                 self._walk.hold()
             return None
@@ -335,7 +340,7 @@ class Driver:
         self._served, self._is_suspect = version, False
         self.host.served(version)
         served, self._unproved = self._unproved, None
-        self._set_ready(True)
+        self._readiness.set(True)
         if served is None or not is_ours:
             served = Served(
                 version=version, label=update.label, pause_s=0.0, cache="keep", way="proved"
@@ -364,12 +369,12 @@ class Driver:
         if state.label != label_of(served):
             self._note_rival(state.label)
             self._served = None
-            self._set_ready(False)
+            self._readiness.set(False)
         elif state.is_paused:
             self._is_suspect = True
-            self._set_ready(False)
-        elif self._is_ready:
-            self._tell_ready(True)
+            self._readiness.set(False)
+        else:
+            self._readiness.confirm()
 
     def _state(self) -> EngineState:
         """Ask the engine. Busy it answers late, which is not wrong; for long, it is gone.
@@ -383,38 +388,12 @@ class Driver:
             self._miss_count += 1
             if self._miss_count >= _MAX_MISSES or not isinstance(error, Deadline):
                 self._is_suspect = True
-                self._set_ready(False)
+                self._readiness.set(False)
             raise
         self._miss_count = 0
         return state
-
-    def _back_off(self, error: ThinwireError) -> float:
-        self._failure_count += 1
-        wait_s = _wait_s(self._failure_count)
-        if isinstance(error, EngineUnreachable):
-            # To ask costs nothing, and one that comes back serves the wrong weights.
-            wait_s = min(wait_s, _MAX_AWAY_WAIT_S)
-        self._next_try_s = time.monotonic() + wait_s
-        return wait_s
 
     def _failed(self, version: Version | None, error: ThinwireError, retry_s: float) -> None:
         self._teller.failed(
             version, error, is_ready=self.is_ready, served=self._served, retry_s=retry_s
         )
-
-    def _set_ready(self, is_ready: bool) -> None:
-        if is_ready == self._is_ready:
-            return
-        self._is_ready = is_ready
-        self._tell_ready(is_ready)
-
-    def _tell_ready(self, is_ready: bool) -> None:
-        if self._on_ready is not None:
-            try:
-                self._on_ready(is_ready)
-            except Exception:
-                _LOG.exception("on_ready failed")
-
-
-def _wait_s(failure_count: int) -> float:
-    return float(min(2.0 ** min(failure_count - 1, 10), _MAX_WAIT_S))

@@ -10,10 +10,10 @@ import re
 import ssl
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
-from urllib.parse import urlsplit
 
 from thinwire.engines.engine import Timer
 from thinwire.errors import Deadline, EngineError, EngineUnreachable, InvalidArgument
+from thinwire.store.http_url import url_problem
 
 if TYPE_CHECKING:
     import httpx
@@ -308,7 +308,7 @@ def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 def _checked_endpoint(endpoint: str) -> str:
     """The endpoint, without the slash at its end."""
-    problem = _endpoint_problem(endpoint)
+    problem = url_problem(endpoint)
     if not problem:
         return endpoint.rstrip("/")
     # What may hold a password is not repeated.
@@ -318,20 +318,3 @@ def _checked_endpoint(endpoint: str) -> str:
         hint="Give the address that the engine listens on, such as http://127.0.0.1:8000, and a "
         "key by itself",
     )
-
-
-def _endpoint_problem(endpoint: str) -> str:
-    try:
-        parts = urlsplit(endpoint)
-        port = parts.port
-    except ValueError:
-        return "is not an address"
-    if parts.scheme not in {"http", "https"}:
-        return "begins with neither http:// nor https://"
-    if not parts.hostname or port == 0:
-        return "names no host, or no port"
-    if parts.username is not None or parts.password is not None:
-        return "has a user or a password in it"
-    if parts.query or parts.fragment or not endpoint.isprintable() or " " in endpoint:
-        return "has more than a host, a port and a path"
-    return ""

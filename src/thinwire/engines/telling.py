@@ -13,7 +13,6 @@ from thinwire.stream.events import (
     Observer,
     Observers,
     Progressed,
-    Refused,
 )
 from thinwire.stream.version import Version
 
@@ -85,6 +84,4 @@ class Teller:
 
     def refused(self, error: ThinwireError) -> None:
         """The stream cannot be followed at the moment."""
-        self._observers.on_event(
-            Refused(url=self._url, lineage="", version=0, code=error.code, reason=str(error))
-        )
+        self._observers.refuse(self._url, "", 0, error)

@@ -34,7 +34,7 @@ from thinwire.publish.replicas import check_replicas
 from thinwire.publish.settings import Settings
 from thinwire.publish.units import Plan
 from thinwire.stream.encoding import link_of, seal
-from thinwire.stream.events import Observers, Published, Refused
+from thinwire.stream.events import Observers
 from thinwire.stream.records import FORMAT, Manifest
 from thinwire.stream.version import Version
 
@@ -78,7 +78,7 @@ class Leader:
         self.carried = Carried()
         self.must_mend = False
         self.plan: Plan | None = None
-        create_stream(stream)
+        create_stream(stream, folder)
         self._committer = Committer(stream, new_lineage=settings.new_lineage)
         end = self._committer.end
         if end is not None and not settings.new_lineage:
@@ -166,19 +166,8 @@ class Leader:
             self._committer.announce()
         except ThinwireError as error:
             self._refuse(manifest.version, error)
-        version = Version.of(manifest)
-        self._observers.on_event(
-            Published(
-                url=self._stream.url,
-                lineage=version.lineage,
-                version=version.version,
-                step=version.step,
-                payload_bytes=version.payload_bytes,
-                raw_bytes=version.raw_bytes,
-                changed_count=version.changed_count,
-                wall_s=time.monotonic() - start_s,
-            )
-        )
+        version, wall_s = Version.of(manifest), time.monotonic() - start_s
+        self._observers.published(self._stream.url, version, wall_s)
 
     def _publish_reference(self, check: Callable[[Checkpoint], object]) -> None:
         source = source_of(self._settings.reference)
@@ -293,12 +282,4 @@ class Leader:
                 return
 
     def _refuse(self, version: int, error: ThinwireError) -> None:
-        self._observers.on_event(
-            Refused(
-                url=self._stream.url,
-                lineage="",
-                version=version,
-                code=error.code,
-                reason=str(error),
-            )
-        )
+        self._observers.refuse(self._stream.url, "", version, error)

@@ -1,20 +1,23 @@
-"""How ranks begin: who holds what, and whether all of them are ready."""
+"""How ranks begin: who holds what; and what all of them must do, or none."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar, cast
 
 import msgspec
 
 from thinwire.errors import InvalidArgument, ThinwireError
 from thinwire.follow import Stream
 from thinwire.publish.held import Held
-from thinwire.publish.messages import Hello, Met, Ready, SentLayout, pack, unpack
+from thinwire.publish.messages import Hello, Met, SentLayout, pack, unpack
 from thinwire.publish.ranks import Fault, Ranks
 from thinwire.publish.spreading import Holding, Inventory, inventory_of, spread_over
 from thinwire.publish.units import Layout, Plan, Spread
+
+T = TypeVar("T")
 
 
 def meet(ranks: Ranks, stream: Stream, holdings: Sequence[Holding]) -> tuple[list[str], Plan]:
@@ -47,16 +50,23 @@ def meet(ranks: Ranks, stream: Stream, holdings: Sequence[Holding]) -> tuple[lis
     return met.hosts, Plan(spreads, ranks.size)
 
 
-def agree(ranks: Ranks, ready: Ready) -> list[Ready]:
-    """What every rank says; raises what any of them met."""
-    found = [
-        msgspec.msgpack.decode(data, type=Ready)
-        for data in ranks.share(msgspec.msgpack.encode(ready))
-    ]
-    for rank, one in enumerate(found):
-        if one.fault is not None:
-            raise one.fault.error(None if ranks.size == 1 else rank)
-    return found
+def on_all(ranks: Ranks, prepare: Callable[[], T]) -> T:
+    """What ``prepare`` returns, once it did on every rank; else its error, on every rank."""
+    found: T | None = None
+    fault = None
+    mine: Exception | None = None
+    try:
+        found = prepare()
+    except Exception as error:
+        fault, mine = Fault.of(error), error
+    said = ranks.share(msgspec.msgpack.encode(fault))
+    if mine is not None:
+        raise mine
+    for rank, data in enumerate(said):
+        other = msgspec.msgpack.decode(data, type=Fault | None)
+        if other is not None:
+            raise other.error(rank)
+    return cast(T, found)
 
 
 def _host() -> str:

@@ -60,10 +60,10 @@ class SentCounts(msgspec.Struct, array_like=True):
 
 
 class Fit(msgspec.Struct, array_like=True):
-    """What rank 0 fitted for all, and in how many rounds coded units are exchanged."""
+    """What rank 0 fitted for all, and the most chunks of large tensors that a rank encodes."""
 
     tables: dict[str, bytes] = {}
-    round_count: int = 0
+    most_units: int = 0
     fault: Fault | None = None
 
 
@@ -158,13 +158,6 @@ class Start(msgspec.Struct):
 
     lineage: str = ""
     link: Link | None = None
-    fault: Fault | None = None
-
-
-class Ready(msgspec.Struct):
-    """Whether a rank has its baseline; the first rank of a host says where the copy is."""
-
-    path: str = ""
     fault: Fault | None = None
 
 

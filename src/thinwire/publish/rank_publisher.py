@@ -8,17 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 
 from thinwire.checkpoint import Checkpoint
 from thinwire.checkpoint.disk import os_errors
-from thinwire.codec.digest import tensor_digest
-from thinwire.codec.write import SameTensor
-from thinwire.errors import BaseUnusable, StoreError, TensorMismatch
-from thinwire.follow import Follower, Stream
-from thinwire.follow.reference import check_content, local_copy
+from thinwire.errors import BaseUnusable, StoreError
+from thinwire.follow import Stream
 from thinwire.maintain.upload import put_files
 from thinwire.publish.attempt import (
     Attempt,
@@ -28,24 +25,40 @@ from thinwire.publish.attempt import (
     shard_key,
     upload,
 )
-from thinwire.publish.baseline import Allocate, Baseline, check_same, in_memory
+from thinwire.publish.baseline import Allocate, Baseline, in_memory
 from thinwire.publish.committing import Place
 from thinwire.publish.first import FirstVersion, weights_files
 from thinwire.publish.leader import Leader
 from thinwire.publish.making import Facts
-from thinwire.publish.meeting import agree, meet
-from thinwire.publish.messages import Order, Ready, Report, Start, Verdict, decline
+from thinwire.publish.meeting import meet, on_all
+from thinwire.publish.messages import Order, Report, Start, Verdict, decline
 from thinwire.publish.ranks import Fault, LineBroken, PeerFailed, Ranks
+from thinwire.publish.resuming import check_copy, resume
 from thinwire.publish.settings import Settings
-from thinwire.publish.source import kept_attachments
 from thinwire.publish.spreading import Holding
 from thinwire.publish.staging import Staging
 from thinwire.stream import keys
 from thinwire.stream.events import Observer, Observers
-from thinwire.stream.records import Link, Manifest
+from thinwire.stream.records import Manifest
 
 Phase = Literal["encoding", "uploading", "committing"]
 OnPhase = Callable[[Phase], None]
+
+
+class Captured(NamedTuple):
+    """What a rank hands on once training may go on.
+
+    Attributes:
+        staging: What differs; None: the baseline was filled with everything, and this is a
+            lineage's first version. A fault: this rank could capture nothing, and there will be no
+            version.
+        facts: What the trainer says of it; those of rank 0 count.
+        replicas: Digests of tensors that other ranks hold, too: see ``replicated``.
+    """
+
+    staging: Staging | Fault | None
+    facts: Facts
+    replicas: Mapping[str, int] = {}
 
 
 @dataclass
@@ -113,9 +126,21 @@ class RankPublisher:
             if self._leader is not None:
                 self._leader.plan = self.plan
             start = self._begin()
-            self.baseline = self._agreed(lambda: Baseline(self.plan, ranks.rank, allocate))
+            self.baseline = on_all(ranks, lambda: Baseline(self.plan, ranks.rank, allocate))
             if start.link is not None:
-                self._resume(start.lineage, start.link, hosts)
+                self.head, carried = resume(
+                    stream,
+                    ranks,
+                    hosts,
+                    start.lineage,
+                    start.link,
+                    self.baseline,
+                    folder,
+                    settings,
+                )
+                self.has_base = True
+                if self._leader is not None:
+                    self._leader.carried = carried
         except BaseException:
             self.close()
             raise
@@ -144,37 +169,25 @@ class RankPublisher:
         """On rank 0: whether the next attempt needs another line for bulk data."""
         return self._leader is not None and self._leader.must_mend
 
-    def publish(
-        self,
-        topic: str,
-        line: str,
-        staging: Staging | Fault | None,
-        facts: Facts,
-        on_phase: OnPhase,
-        replicas: Mapping[str, int],
-    ) -> Manifest:
+    def publish(self, topic: str, line: str, captured: Captured, on_phase: OnPhase) -> Manifest:
         """Make one version; runs in the background, on every rank at once.
 
         Args:
             topic: The same on every rank, a higher number each time.
             line: The name of the line for bulk data: another one where the last one broke.
-            staging: What was captured; None: the baseline was filled with everything, and this is
-                a lineage's first version. A fault: this rank could capture nothing, and there will
-                be no version.
-            facts: What the trainer says of it; those of rank 0 count.
+            captured: What this rank captured.
             on_phase: Told what begins: "encoding", "uploading", "committing".
-            replicas: Digests of tensors that other ranks hold, too: see ``replicated``.
 
         Raises:
             ThinwireError: There is no new version; the same error on every rank.
             Deadline: It was not heard in time what became of it: see :meth:`settle`.
         """
         if self._leader is None:
-            return self._publish(topic, line, None, staging, facts, on_phase, replicas)
+            return self._publish(topic, line, None, captured, on_phase)
         with self._leader.background.paused():
             place, order = self._leader.place(is_first=not self.has_base)
             self.ranks.tell(f"{topic}/order", msgspec.msgpack.encode(order))
-            manifest = self._publish(topic, line, place, staging, facts, on_phase, replicas)
+            manifest = self._publish(topic, line, place, captured, on_phase)
         self._leader.background.wake()
         return manifest
 
@@ -224,7 +237,11 @@ class RankPublisher:
 
     def _begin(self) -> Start:
         """Rank 0 says where the stream is."""
-        return self._told("start", lambda: cast(Leader, self._leader).start(self._check_copy))
+
+        def check(copy: Checkpoint) -> None:
+            check_copy(self.plan, self._settings, copy)
+
+        return self._told("start", lambda: cast(Leader, self._leader).start(check))
 
     def _told(self, topic: str, make: Callable[[], Start]) -> Start:
         """What rank 0 makes, or meets, told to all."""
@@ -240,97 +257,16 @@ class RankPublisher:
             raise start.fault.error(0)
         return start
 
-    def _agreed(self, make: Callable[[], Baseline]) -> Baseline:
-        """What ``make`` returns, once it did on every rank."""
-        made, ready = None, Ready()
-        try:
-            made = make()
-        except Exception as error:
-            ready = Ready(fault=Fault.of(error))
-        agree(self.ranks, ready)
-        assert made is not None
-        return made
-
-    def _resume(self, lineage: str, link: Link, hosts: Sequence[str]) -> None:
-        """Fill the baseline from a copy of the head: one on each host."""
-        first = hosts.index(hosts[self.ranks.rank])
-        manifest, ready = None, Ready()
-        try:
-            manifest = self.stream.require(lineage, link)
-            if first == self.ranks.rank:
-                ready = Ready(str(self._copy_of(manifest)))
-        except Exception as error:
-            ready = Ready(fault=Fault.of(error))
-        path = agree(self.ranks, ready)[first].path
-        try:
-            self._fill(path)
-            ready = Ready()
-        except Exception as error:
-            ready = Ready(fault=Fault.of(error))
-        agree(self.ranks, ready)
-        self.head = manifest
-        self.has_base = True
-
-    def _copy_of(self, manifest: Manifest) -> Path:
-        """A folder on this host that holds a version, proved."""
-        copy = self._settings.copy_folder()
-        if manifest.kind == "reference" and manifest.source is not None:
-            path = local_copy(manifest.source, copy)
-            check_content(Checkpoint.open(path, ignore_subfolders=True), manifest.content)
-            return path
-        folder = self._folder / "head"
-        with Follower(
-            self.stream, folder, base=copy, accept_new_lineages=True, lease=False
-        ) as follower:
-            follower.check_known()
-            follower.bring_to(manifest)
-            follower.prove()
-        return folder
-
-    def _fill(self, path: str) -> None:
-        """Take the baseline from a copy of the head."""
-        checkpoint = Checkpoint.open(path, ignore_subfolders=True)
-        kept = self._check_copy(checkpoint)
-        self.baseline.fill(checkpoint)
-        self.baseline.digest_owned()
-        if self._leader is not None:
-            tensors = [(name, checkpoint.tensors[name]) for name in kept]
-            same = [
-                SameTensor(name, t.dtype, tuple(t.shape), tensor_digest(t.dtype, t.data))
-                for name, t in tensors
-            ]
-            self._leader.carried = Carried(same, kept_attachments(checkpoint))
-
-    def _check_copy(self, checkpoint: Checkpoint) -> list[str]:
-        """Raise unless a checkpoint is of the trainer's model; returns what the trainer lacks.
-
-        Raises:
-            TensorMismatch: It is not.
-        """
-        check_same(self.plan, checkpoint)
-        published = {spread.name for spread in self.plan.spreads}
-        kept = [name for name in checkpoint.tensors if name not in published]
-        for name in kept:
-            if not self._settings.may_lack(name):
-                raise TensorMismatch(
-                    f"tensor {name!r} of the stream is not published here",
-                    hint="Publish all tensors, or leave it out on purpose with exclude=[...]: then "
-                    "it stays as it is. Names are mapped with rename=",
-                    tensor=name,
-                )
-        return kept
-
     def _publish(
         self,
         topic: str,
         line: str,
         place: Place | None,
-        staging: Staging | Fault | None,
-        facts: Facts,
+        captured: Captured,
         on_phase: OnPhase,
-        replicas: Mapping[str, int],
     ) -> Manifest:
         start_s = time.monotonic()
+        staging = captured.staging
         order = msgspec.msgpack.decode(self.ranks.hear(f"{topic}/order"), type=Order)
         if order.fault is not None:
             raise order.fault.error()
@@ -351,13 +287,13 @@ class RankPublisher:
             is_peers = isinstance(error, PeerFailed | LineBroken)
             report = Report(fault=Fault.of(error), is_peers=is_peers)
         report.is_line_broken = self.ranks.is_broken
-        report.replicas = dict(replicas)
-        captured = None if isinstance(staging, Fault) else staging
-        self._unsettled = _Unsettled(topic, captured, encoded, uploaded)
+        report.replicas = dict(captured.replicas)
+        found = None if isinstance(staging, Fault) else staging
+        self._unsettled = _Unsettled(topic, found, encoded, uploaded)
         self.ranks.report(f"{topic}/done", msgspec.msgpack.encode(report))
         on_phase("committing")
         if self._leader is not None and place is not None:
-            self._unsettled.verdict = self._leader.decide(topic, place, facts)
+            self._unsettled.verdict = self._leader.decide(topic, place, captured.facts)
         manifest = self.settle()
         assert manifest is not None
         if self._leader is not None:

@@ -12,20 +12,12 @@ from thinwire.follow.reference import source_of
 
 
 class Settings(NamedTuple):
-    """The same on every rank.
+    """The same on every rank. What is not told here is as ``thinwire.torch.TorchPublisher`` says.
 
     Attributes:
-        new_lineage: Begin a new lineage with the next version.
-        reference: Begin the stream by reference to this; empty: upload an anchor.
-        base: Where the copy is here that the stream begins with by reference.
-        files: Small files of the first version.
-        weights_name: The name of its weights file.
-        metadata: What the headers of its weights files say besides.
+        reference: Empty: the first version is uploaded as an anchor.
+        metadata: What the headers of the first version's weights files say besides.
         may_lack: Whether a tensor of the stream, by name, is left out here on purpose.
-        spec: What to ask of the encoder.
-        workers: Threads for encoding.
-        maintain: Let a background thread of rank 0 make anchors and merged deltas.
-        work_dir: Where that thread keeps its copies of the model.
     """
 
     new_lineage: bool = False

@@ -122,9 +122,8 @@ class Plan:
 
     Large tensors are cut into the codec's chunks of 2**20 words. A chunk is encoded by the rank
     that holds most of it, or by one of those that hold a part, in turn; the others send it what
-    they found. A part
-    that several ranks hold is captured by one of them, tensor by tensor in turn. Small tensors are
-    encoded by the rank that assembles their container, since they share chunks.
+    they found. A part that several ranks hold is captured by one of them, tensor by tensor in turn.
+    Small tensors are encoded by the rank that assembles their container, since they share chunks.
 
     Attributes:
         spreads: The tensors, in the order of the stream.

@@ -16,18 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 
 from thinwire.checkpoint import Checkpoint
 from thinwire.engines.engine import EngineState, Policy, Timer, Update
-from thinwire.engines.host import FOLDER_NAME, places_path
-from thinwire.engines.places import read_places
-from thinwire.errors import EngineDetached, EngineError, EngineUnreachable, ThinwireError
-from thinwire.torch.attached import AttachedModel
-from thinwire.torch.index_map import Int64s
-from thinwire.torch.live import named_tensors, torch_dtype
-from thinwire.torch.ways import Loader, Staged
+from thinwire.engines.host import FOLDER_NAME
+from thinwire.errors import EngineError, EngineUnreachable, ThinwireError
+from thinwire.testing.engine_rank import MemoryRank
 
 STEPS = (
     "state",
@@ -79,98 +74,6 @@ class Aborted(Exception):
     """The request was ended by a pause."""
 
 
-class _Shard(torch.nn.Module):
-    """A rank's share: rows of each tensor, matrices transposed."""
-
-    def __init__(self, copy: Checkpoint, rank: int, rank_count: int) -> None:
-        super().__init__()
-        self._rank, self._rank_count = rank, rank_count
-        self._numbers = {name: number for number, name in enumerate(copy.tensors)}
-        for name, stored in copy.tensors.items():
-            value = self._cut(torch.zeros(stored.shape, dtype=torch_dtype(stored.dtype)))
-            self.register_buffer(f"p{self._numbers[name]}", value.contiguous().clone())
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        held = dict(self.named_buffers())
-        for name, value in weights:
-            held[f"p{self._numbers[name]}"].copy_(self._cut(value))
-
-    def _cut(self, value: torch.Tensor) -> torch.Tensor:
-        if value.dim() == 0 or value.shape[0] < self._rank_count:
-            return value
-        part = value.tensor_split(self._rank_count)[self._rank]
-        return part.t() if part.dim() == 2 else part
-
-
-class _Rank:
-    """What runs in one worker."""
-
-    def __init__(self, copy: Checkpoint, rank: int, rank_count: int) -> None:
-        self.module = _Shard(copy, rank, rank_count)
-        self.module.load_weights(_values(copy))
-        self._identity = f"memory {rank} of {rank_count}"
-        self._attached: AttachedModel | None = None
-        self._label = ""
-        self._staged: tuple[Update, Staged, Checkpoint] | None = None
-        self._applied: tuple[str, str, Staged] | None = None
-
-    def attach(self, update: Update) -> None:
-        self._label, self._staged, self._applied = "", None, None
-        copy = Checkpoint.open(update.folder, ignore_subfolders=True)
-        attached = AttachedModel(
-            named_tensors(self.module),
-            Loader(identity=self._identity, load=self.module.load_weights),
-            update.folder / FOLDER_NAME / "maps",
-            # Tiny models are loaded whole sooner than changed: which cannot be taken back.
-            ("map",),
-        )
-        attached.attach(copy)
-        if attached.differing_count(copy):
-            raise EngineError("words differ after attaching")
-        self._attached, self._label = attached, update.label
-
-    def stage(self, update: Update) -> None:
-        self._staged = None
-        if self._attached is None or not self._label:
-            raise EngineDetached("this rank was not attached, or was started again")
-        if update.base and update.base != self._label:
-            raise EngineDetached(f"the update starts from {update.base}, not from {self._label}")
-        copy = Checkpoint.open(update.folder, ignore_subfolders=True)
-        places = _places(update) if update.base else None
-        self._staged = update, self._attached.stage(copy, places), copy
-
-    def apply(self, update: Update) -> None:
-        if self._staged is None or self._staged[0].token != update.token:
-            raise EngineError("this update was not staged on this rank")
-        assert self._attached is not None
-        _, staged, copy = self._staged
-        self._applied = (update.token, self._label, staged)
-        self._staged, self._label = None, ""
-        self._attached.apply(staged, copy)
-        self._label = update.label
-
-    def has_applied(self, update: Update) -> bool:
-        return self._applied is not None and self._applied[0] == update.token
-
-    def undo(self, update: Update) -> None:
-        if self._applied is None or self._applied[0] != update.token:
-            if not self._label:
-                raise EngineError("what this rank holds is not known")
-            return
-        assert self._attached is not None
-        _, before, staged = self._applied
-        if not self._attached.undo(staged):
-            raise EngineError("this update cannot be taken back")
-        self._label, self._applied = before, None
-
-    def prove(self, update: Update) -> bool | None:
-        if self._attached is None or self._label != update.label:
-            raise EngineDetached(f"this rank holds {self._label or 'no known version'}")
-        copy = Checkpoint.open(update.folder, ignore_subfolders=True)
-        count = self._attached.differing_count(copy)
-        return None if count is None else count == 0
-
-
 class MemoryEngine:
     """Serves a checkpoint folder's model. See :class:`thinwire.engines.engine.Engine`.
 
@@ -210,7 +113,7 @@ class MemoryEngine:
         """End and start again: from the folder, with no label, answering requests."""
         with self._changed:
             copy = Checkpoint.open(self._start_folder, ignore_subfolders=True)
-            self._ranks = [_Rank(copy, n, self._rank_count) for n in range(self._rank_count)]
+            self._ranks = [MemoryRank(copy, n, self._rank_count) for n in range(self._rank_count)]
             self.identity = f"start {next(self._numbers)}"
             self.label = START_LABEL
             self.is_paused = False
@@ -259,7 +162,7 @@ class MemoryEngine:
     def digest_of(self, folder: Path) -> str:
         """The digest that a fresh load of a checkpoint folder has."""
         copy = Checkpoint.open(folder, ignore_subfolders=True)
-        return self._read([_Rank(copy, n, self._rank_count) for n in range(self._rank_count)])
+        return self._read([MemoryRank(copy, n, self._rank_count) for n in range(self._rank_count)])
 
     # What a driver does.
 
@@ -307,7 +210,7 @@ class MemoryEngine:
         """As the protocol says."""
         is_done = True
 
-        def undo(rank: _Rank) -> None:
+        def undo(rank: MemoryRank) -> None:
             nonlocal is_done
             if rank.has_applied(update):
                 self._must_be_paused("undo")
@@ -341,7 +244,7 @@ class MemoryEngine:
         self._on_ranks("prove", lambda rank: found.append(rank.prove(update)), timer)
         return None if None in found else all(found)
 
-    def _on_ranks(self, step: str, do: Callable[[_Rank], None], timer: Timer) -> None:
+    def _on_ranks(self, step: str, do: Callable[[MemoryRank], None], timer: Timer) -> None:
         if step in ("attach", "apply"):
             self._must_be_paused(step)
         with self._step(step, timer) as fault:
@@ -378,7 +281,7 @@ class MemoryEngine:
         if not self.is_paused:
             self.misdeeds.append(f"{step} while requests run")
 
-    def _read(self, ranks: Iterable[_Rank]) -> str:
+    def _read(self, ranks: Iterable[MemoryRank]) -> str:
         digest = hashlib.sha256()
         for rank in ranks:
             for tensor in rank.module.buffers():
@@ -389,23 +292,3 @@ class MemoryEngine:
         return digest.hexdigest()[:16]
 
     _is_frozen = False
-
-
-def _values(copy: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, stored in copy.tensors.items():
-        value = torch.zeros(stored.shape, dtype=torch_dtype(stored.dtype))
-        if value.numel():
-            value.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(stored.data.copy()))
-        yield name, value
-
-
-def _places(update: Update) -> dict[str, Int64s | None]:
-    found: dict[str, Int64s | None] = {}
-    for name, first, positions in read_places(places_path(update.folder, update.token)):
-        if positions is None:
-            found[name] = None
-            continue
-        earlier = found.get(name, np.empty(0, np.int64))
-        if earlier is not None:
-            found[name] = np.union1d(earlier, positions.astype(np.int64) + first)
-    return found

@@ -19,16 +19,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 import secrets
 import struct
-import subprocess
-import sys
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,10 +36,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from thinwire.testing.hf_xorbs import decode_shard, decode_xorb
+from thinwire.testing.process import end_with_stdin, running_module
 
 WRITE_TOKEN = "hf_local_write"
 READ_TOKEN = "hf_local_read"
-_UP_WITHIN_S = 30.0
 _LISTED_AT_ONCE = 1_000
 _XET_TOKENS = {"read": "xet_local_read", "write": "xet_local_write"}
 _TOKEN_LIFE_S = 3600
@@ -295,34 +289,9 @@ def running(port: int, cdn_port: int, *buckets: str) -> Iterator[str]:
     Raises:
         RuntimeError: It ended, or did not answer in time.
     """
-    command = [sys.executable, "-m", "thinwire.testing.hf_server", "--port", str(port)]
-    command += ["--cdn-port", str(cdn_port), "--until-stdin-ends", *buckets]
-    # Its end of this pipe ends with us, however we end.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    endpoint = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_up(process, endpoint)
+    arguments = ["--cdn-port", str(cdn_port), *buckets]
+    with running_module("thinwire.testing.hf_server", port, arguments, "/test") as endpoint:
         yield endpoint
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _wait_until_up(process: subprocess.Popen[bytes], endpoint: str) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    end_s = time.monotonic() + _UP_WITHIN_S
-    while time.monotonic() < end_s and process.poll() is None:
-        try:
-            with opener.open(f"{endpoint}/test", timeout=1):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.05)
-    raise RuntimeError(f"the server at {endpoint} did not start")
-
-
-def _exit_with_stdin() -> None:
-    os.read(0, 1)
-    os._exit(0)
 
 
 async def _serve_both(server: Server, port: int, cdn_port: int) -> None:
@@ -345,7 +314,7 @@ def main() -> None:
     parser.add_argument("bucket", nargs="*", help="a bucket that exists, as NAMESPACE/NAME")
     given = parser.parse_args()
     if given.until_stdin_ends:
-        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+        end_with_stdin()
     hub, cdn = (f"http://127.0.0.1:{port}" for port in (given.port, given.cdn_port))
     asyncio.run(_serve_both(Server(hub, cdn, given.bucket), given.port, given.cdn_port))
 

@@ -20,12 +20,6 @@ import json
 import os
 import random
 import secrets
-import subprocess
-import sys
-import threading
-import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -37,10 +31,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from thinwire.testing.process import end_with_stdin, running_module
 from thinwire.testing.sglang_scheduler import Behaviour, Request, Scheduler
 
 VERSION = "0.5.9"
-_UP_WITHIN_S = 30.0
 _ADMIN = {
     "/flush_cache",
     "/pause_generation",
@@ -328,34 +322,9 @@ def running(folder: str | os.PathLike[str], port: int, *arguments: str) -> Itera
     Raises:
         RuntimeError: It ended, or did not answer in time.
     """
-    command = [sys.executable, "-m", "thinwire.testing.sglang_server", "--model", os.fspath(folder)]
-    command += ["--port", str(port), "--until-stdin-ends", *arguments]
-    # Its end of this pipe ends with us, however we end.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    endpoint = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_up(process, endpoint)
+    model = ["--model", os.fspath(folder), *arguments]
+    with running_module("thinwire.testing.sglang_server", port, model, "/health") as endpoint:
         yield endpoint
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _wait_until_up(process: subprocess.Popen[bytes], endpoint: str) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    end_s = time.monotonic() + _UP_WITHIN_S
-    while time.monotonic() < end_s and process.poll() is None:
-        try:
-            with opener.open(f"{endpoint}/health", timeout=1):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.05)
-    raise RuntimeError(f"the server at {endpoint} did not start")
-
-
-def _exit_with_stdin() -> None:
-    os.read(0, 1)
-    os._exit(0)
 
 
 def main() -> None:
@@ -377,7 +346,7 @@ def main() -> None:
     parser.add_argument("--until-stdin-ends", action="store_true")
     given = parser.parse_args()
     if given.until_stdin_ends:
-        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+        end_with_stdin()
     server = Server(
         given.model,
         api_key=given.api_key,

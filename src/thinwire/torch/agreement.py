@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal, TypeVar, cast
+from typing import Literal
 
 import msgspec
 
-from thinwire.errors import Deadline, ThinwireError
+from thinwire.errors import Deadline, InvalidArgument, ThinwireError
 from thinwire.publish.publisher import facts_of
 from thinwire.publish.ranks import Fault, Ranks
+from thinwire.stream.version import Version
 from thinwire.torch.ticket import Ticket
 
-T = TypeVar("T")
+_LOG = logging.getLogger("thinwire")
+
 WhenBusy = Literal["latest", "block"]
 
 
@@ -31,7 +33,7 @@ class Go(msgspec.Struct):
 
 
 class Agreement:
-    """Makes all ranks do the same.
+    """Has all ranks do what rank 0 does at a publish.
 
     Args:
         ranks: The line to the other ranks.
@@ -42,24 +44,6 @@ class Agreement:
         self._ranks = ranks
         self._deadline_s = deadline_s
         self._line = "0"
-
-    def on_all(self, prepare: Callable[[], T]) -> T:
-        """What ``prepare`` returns, once it did on every rank; else its error, on every rank."""
-        found: T | None = None
-        fault = None
-        mine: Exception | None = None
-        try:
-            found = prepare()
-        except Exception as error:
-            fault, mine = Fault.of(error), error
-        said = self._ranks.share(msgspec.msgpack.encode(fault))
-        if mine is not None:
-            raise mine
-        for rank, data in enumerate(said):
-            other = msgspec.msgpack.decode(data, type=Fault | None)
-            if other is not None:
-                raise other.error(rank)
-        return cast(T, found)
 
     def go(
         self,
@@ -88,6 +72,30 @@ class Agreement:
             self._ranks.tell(f"{topic}/go", msgspec.msgpack.encode(go))
         heard = self._ranks.hear(f"{topic}/go", sign_of_life=f"{topic}/alive")
         return msgspec.msgpack.decode(heard, type=Go)
+
+    def check_step(self, go: Go, step: int | None, head: Version | None) -> None:
+        """Make sure that this rank publishes what rank 0 does.
+
+        Args:
+            go: What rank 0 told.
+            step: This rank's step.
+            head: The newest version.
+
+        Raises:
+            InvalidArgument: It publishes another step.
+        """
+        if head is not None and head.step is not None and step is not None and step < head.step:
+            _LOG.warning(
+                "step %s follows step %s in one lineage: where the trainer was restarted from an "
+                "older checkpoint, new_lineage=True tells the followers",
+                step,
+                head.step,
+            )
+        if go.step != step:
+            raise InvalidArgument(
+                f"rank {self._ranks.rank} publishes step {step}, rank 0 step {go.step}",
+                hint="Every rank must call publish at the same steps, with the same step",
+            )
 
     def _decide(self, topic: str, last: Ticket | None, when_busy: WhenBusy) -> Go:
         if last is None or last.is_done:

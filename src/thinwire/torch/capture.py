@@ -17,7 +17,8 @@ from thinwire.publish.staging import Found, Staging
 from thinwire.torch import cuda
 from thinwire.torch.cuda import Device, StreamedCapture
 from thinwire.torch.device_diff import DeviceDiff, DeviceDiffMode
-from thinwire.torch.state import Source, dtype_name, pieces_of
+from thinwire.torch.dtypes import dtype_name
+from thinwire.torch.state import Source, pieces_of
 from thinwire.torch.triton_diff import (
     WHOLE_ABOVE,
     Change,

@@ -8,39 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from thinwire.codec.dtypes import dtype_named
 from thinwire.errors import Unsupported
+from thinwire.torch.dtypes import torch_dtype
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype for one of safetensors.
-
-    Raises:
-        Unsupported: torch has none.
-    """
-    dtype_named(name)
-    try:
-        return _DTYPES[name]
-    except KeyError:
-        raise Unsupported(f"torch has no dtype for {name}", dtype=name) from None
+# Dtypes of parameters that can be placed.
+_PLACED = "BF16 F16 F32 F64 F8_E4M3 F8_E5M2 BOOL I8 U8 I16 I32 I64"
+_NAMES = {torch_dtype(name): name for name in _PLACED.split()}
 
 
 class Parameter:
@@ -137,6 +112,17 @@ def converted(words: np.ndarray[Any, Any], source: str, target: str) -> np.ndarr
 def named_tensors(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     """A module's parameters and buffers by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def lie_alike(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    """Whether tensors of the same names are seen in the same memory."""
+
+    def places(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
+        return {
+            name: (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()) for name, t in tensors.items()
+        }
+
+    return places(a) == places(b)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

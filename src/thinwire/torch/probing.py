@@ -25,8 +25,9 @@ import numpy.typing as npt
 import torch
 
 from thinwire.errors import EngineError
+from thinwire.torch.dtypes import torch_dtype
 from thinwire.torch.index_map import IndexMap, Int64s, find_runs, fold_runs, join_runs
-from thinwire.torch.live import Parameter, torch_dtype
+from thinwire.torch.live import Parameter
 from thinwire.torch.scatter import LiveModel
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]

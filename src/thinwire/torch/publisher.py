@@ -6,41 +6,38 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
-from weakref import WeakSet
 
-import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from thinwire.checkpoint.disk import create_mapped, os_errors
+from thinwire.checkpoint.disk import os_errors
 from thinwire.checkpoint.lock import locked
 from thinwire.codec.chunk import Spec
 from thinwire.errors import Deadline, InvalidArgument, ThinwireError
 from thinwire.follow import Stream, open_stream
-from thinwire.publish.baseline import Allocate, in_memory
 from thinwire.publish.making import Facts
+from thinwire.publish.meeting import on_all
 from thinwire.publish.publisher import facts_of
-from thinwire.publish.rank_publisher import RankPublisher
-from thinwire.publish.ranks import Alone, Fault, Ranks
-from thinwire.publish.replicas import check_replicas, replicated
+from thinwire.publish.rank_publisher import Captured, RankPublisher
+from thinwire.publish.ranks import Fault
 from thinwire.publish.settings import Settings
-from thinwire.publish.staging import Staging
 from thinwire.stream.blocks import digest_of
-from thinwire.stream.events import Observer, Refused
+from thinwire.stream.events import Observer
 from thinwire.stream.version import Version
+from thinwire.torch import at_exit
 from thinwire.torch.agreement import Agreement, WhenBusy
-from thinwire.torch.capture import Capture, digests_of
+from thinwire.torch.baseline_memory import BaselineMemory, allocator
 from thinwire.torch.device_diff import DeviceDiffMode
 from thinwire.torch.files import Files, check_weights_name, small_files
-from thinwire.torch.ranks import JobRanks
+from thinwire.torch.publish_thread import PublishThread
+from thinwire.torch.rank_capture import RankCapture
+from thinwire.torch.ranks import ranks_of
 from thinwire.torch.state import (
     ModelState,
     Rename,
@@ -53,8 +50,6 @@ from thinwire.torch.state import (
 from thinwire.torch.ticket import Ticket
 
 _LOG = logging.getLogger("thinwire")
-# Publishers that nobody closed yet.
-_OPEN: WeakSet[TorchPublisher] = WeakSet()
 # How long a thread may take to end once it was told to.
 _GIVE_UP_S = 5.0
 # How long a version is waited for where training failed.
@@ -121,6 +116,7 @@ class TorchPublisher:
         UnsafeStore: The store does not honour put-if-absent.
         TensorMismatch: The model is not the stream's: names, dtypes, shapes or replicas.
         LineageChanged: A new lineage was begun and has no version yet.
+        Unavailable: ``folder`` belongs to a stream that is not there: its store is away.
         Deadline: Another rank did not come.
         ThinwireError: On every rank, whichever it was that failed.
     """
@@ -143,7 +139,7 @@ class TorchPublisher:
         base: str | os.PathLike[str] | None = None,
         weights_name: str = "model.safetensors",
         new_lineage: bool = False,
-        baseline: Literal["memory", "disk"] = "memory",
+        baseline: BaselineMemory = "memory",
         when_busy: WhenBusy = "latest",
         deadline_s: float = 600.0,
         memory_limit_bytes: int = 128 << 20,
@@ -155,46 +151,37 @@ class TorchPublisher:
         observer: Observer | None = None,
         group: Any = None,
     ) -> None:
-        if baseline not in ("memory", "disk") or when_busy not in ("latest", "block"):
-            raise InvalidArgument(
-                f"baseline is {baseline!r}, when_busy is {when_busy!r}",
-                hint='baseline is "memory" or "disk", when_busy "latest" or "block"',
-            )
-        if device_diff not in ("auto", "on", "off"):
-            raise InvalidArgument(
-                f"device_diff is {device_diff!r}", hint='It is "auto", "on" or "off"'
-            )
+        _check_choices(baseline, when_busy, device_diff)
         check_weights_name(weights_name)
         selection = Selection(
             dtype, dict(dtypes or {}), include, exclude, buffers, rename, dict(tied or {})
         )
         check_dtypes(selection)
         self._state = ModelState(model, selection)
-        self._dtype = "" if dtype is None else str(dtype).removeprefix("torch.")
         self._when_busy = when_busy
         self._deadline_s = deadline_s
-        self._memory_limit_bytes = memory_limit_bytes
-        self._folder = Path(tempfile.mkdtemp(prefix="thinwire-") if folder is None else folder)
-        self._ranks: Ranks = JobRanks(group, deadline_s) if _is_job(group) else Alone()
         self._count = 0
-        self._capture_count = 0
         self._is_skipped = False
-        self._thread: threading.Thread | None = None
-        self._ticket: Ticket | None = None
         self._is_closed = False
-        self._agreement = Agreement(self._ranks, deadline_s)
         with ExitStack() as stack:
             if folder is None:
-                stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+                folder = tempfile.mkdtemp(prefix="thinwire-")
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            self._ranks = ranks_of(group, deadline_s)
             stack.callback(self._ranks.close)
-            sources, opened, small = self._agreement.on_all(
-                lambda: self._prepared(model, stream, files)
-            )
+            self._agreement = Agreement(self._ranks, deadline_s)
+
+            def prepare() -> tuple[list[Source], Stream, dict[str, bytes]]:
+                opened = stream if isinstance(stream, Stream) else open_stream(stream)
+                published = "" if dtype is None else str(dtype).removeprefix("torch.")
+                return self._state.sources(), opened, small_files(model, files, published)
+
+            sources, opened, small = on_all(self._ranks, prepare)
             # Of each stream its own: an adapter's may use the folder of the model's.
             self._rank_folder = (
-                self._folder / digest_of(opened.url.encode())[:16] / f"rank{self._ranks.rank}"
+                Path(folder) / digest_of(opened.url.encode())[:16] / f"rank{self._ranks.rank}"
             )
-            stack.enter_context(self._agreement.on_all(self._locked))
+            stack.enter_context(on_all(self._ranks, lambda: _own(self._rank_folder)))
             settings = Settings(
                 new_lineage=new_lineage,
                 reference=reference or "",
@@ -214,36 +201,22 @@ class TorchPublisher:
                 self._rank_folder,
                 holdings_of(sources),
                 settings,
-                allocate=self._allocator(baseline),
+                allocate=allocator(baseline, self._rank_folder),
                 observer=observer,
             )
             stack.callback(self._publisher.close)
-            own = self._agreement.on_all(lambda: self._replicas(sources))
-            check_replicas(
-                self._publisher.plan,
-                [
-                    msgspec.msgpack.decode(one, type=dict[str, int])
-                    for one in self._ranks.share(msgspec.msgpack.encode(own))
-                ],
-            )
-
-            def refused(error: ThinwireError) -> None:
-                if observer is not None:
-                    version = 0 if self.head is None else self.head.version
-                    facts = {"url": opened.url, "lineage": "", "code": error.code}
-                    observer.on_event(Refused(version=version, reason=str(error), **facts))
-
-            self._capture = self._agreement.on_all(
-                lambda: Capture(
-                    self._publisher.baseline,
-                    sources,
-                    device_diff=device_diff,
-                    on_refused=refused,
-                )
+            self._capture = RankCapture(
+                self._publisher,
+                sources,
+                self._rank_folder,
+                memory_limit_bytes=memory_limit_bytes,
+                device_diff=device_diff,
+                observer=observer,
             )
             stack.callback(self._capture.close)
+            self._thread = PublishThread(self._publisher, deadline_s)
             self._closing = stack.pop_all()
-        _OPEN.add(self)
+        at_exit.close_at_exit(self)
 
     def __enter__(self) -> Self:
         return self
@@ -320,7 +293,7 @@ class TorchPublisher:
         ticket = Ticket(step)
         topic = f"{self._count}"
         must_mend = self._publisher.must_mend
-        go = self._agreement.go(topic, step, self._ticket, busy, must_mend)
+        go = self._agreement.go(topic, step, self._thread.ticket, busy, must_mend)
         if go.fault is not None:
             raise go.fault.error()
         if go.is_skipped:
@@ -328,18 +301,16 @@ class TorchPublisher:
             self._is_skipped = True
             return ticket
         self._is_skipped = False
-        self._finish_last()
-        self._capture.settle(self._publisher.head)
+        self._thread.finish()
+        self._capture.settle()
         draw = iter(() if tensors is None else tensors)
         try:
             self._publisher.check_usable()
             facts = facts_of(step, metadata)
-            self._check_step(go.step, facts.step)
+            self._agreement.check_step(go, facts.step, self.head)
             sources: Iterable[Source]
             sources = self._state.sources() if tensors is None else self._state.drawn(draw)
-            self._capture_count += 1
-            staging = self._captured(ticket, sources)
-            replicas = self._replicas(sources)
+            captured, ticket.changed_count = self._capture.take(sources, facts)
         except BaseException as error:
             # Where ranks gather the tensors together, all of them must be drawn here, too.
             if isinstance(error, Exception):
@@ -347,45 +318,11 @@ class TorchPublisher:
                     deque(draw, maxlen=0)
             # The other ranks are told so; the caller gets the error itself.
             if self._ranks.size > 1:
-                self._start(topic, go.line, Fault.of(error), Facts(None, {}), ticket)
+                fault = Captured(Fault.of(error), Facts(None, {}))
+                self._thread.start(topic, go.line, fault, ticket)
             raise
-        self._start(topic, go.line, staging, facts, ticket, replicas)
+        self._thread.start(topic, go.line, captured, ticket)
         return ticket
-
-    def _check_step(self, leader: int | None, own: int | None) -> None:
-        head = self._publisher.head
-        before = None if head is None else head.step
-        if before is not None and own is not None and own < before:
-            _LOG.warning(
-                "step %s follows step %s in one lineage: where the trainer was restarted from an "
-                "older checkpoint, new_lineage=True tells the followers",
-                own,
-                before,
-            )
-        if leader != own:
-            raise InvalidArgument(
-                f"rank {self._ranks.rank} publishes step {own}, rank 0 step {leader}",
-                hint="Every rank must call publish at the same steps, with the same step",
-            )
-
-    def _start(
-        self,
-        topic: str,
-        line: str,
-        staging: Staging | Fault | None,
-        facts: Facts,
-        ticket: Ticket,
-        replicas: Mapping[str, int] | None = None,
-    ) -> None:
-        ticket._captured()
-        self._ticket = ticket
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(topic, line, staging, facts, ticket, replicas or {}),
-            name="thinwire-publish",
-            daemon=True,
-        )
-        self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> Version | None:
         """Wait for the version that is on its way; returns the head.
@@ -394,8 +331,8 @@ class TorchPublisher:
             Deadline: It is still on its way after ``timeout_s``.
             ThinwireError: It failed.
         """
-        if self._ticket is not None:
-            self._ticket.wait(timeout_s)
+        if self._thread.ticket is not None:
+            self._thread.ticket.wait(timeout_s)
         return self.head
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -410,17 +347,15 @@ class TorchPublisher:
         if self._is_closed:
             return
         self._is_closed = True
-        _OPEN.discard(self)
+        at_exit.forget(self)
         limit_s = self._deadline_s if timeout_s is None else timeout_s
-        ticket = self._ticket
-        if self._thread is not None:
-            self._thread.join(limit_s)
+        ticket = self._thread.ticket
+        self._thread.join(limit_s)
         is_given_up = ticket is not None and not ticket.is_done
         state = "" if ticket is None else ticket.state
         self._closing.close()
-        if self._thread is not None and is_given_up:
-            self._thread.join(_GIVE_UP_S)
         if ticket is not None and is_given_up:
+            self._thread.join(_GIVE_UP_S)
             raise Deadline(
                 f"step {ticket.step} is given up: it was {state} after {limit_s:g} s",
                 hint="A publisher that is opened again goes on from the head of the stream",
@@ -432,119 +367,27 @@ class TorchPublisher:
 
     def _at_exit(self) -> None:
         """A process that ends without :meth:`close`: its last version is waited for."""
-        if self._ticket is not None and not self._ticket.is_done:
-            _LOG.warning(
-                "waiting for the version of step %s; close the publisher", self._ticket.step
-            )
+        ticket = self._thread.ticket
+        if ticket is not None and not ticket.is_done:
+            _LOG.warning("waiting for the version of step %s; close the publisher", ticket.step)
         with suppress(ThinwireError):
             self.close()
 
-    def _locked(self) -> ExitStack:
-        """This rank's folder, for this publisher alone."""
-        with os_errors("cannot make", self._rank_folder):
-            self._rank_folder.mkdir(parents=True, exist_ok=True)
-        stack = ExitStack()
-        stack.enter_context(locked(self._rank_folder / ".thinwire-lock"))
-        return stack
 
-    def _prepared(
-        self, model: object, stream: Stream | str | os.PathLike[str], files: Files | None
-    ) -> tuple[list[Source], Stream, dict[str, bytes]]:
-        """What can go wrong on one rank alone."""
-        opened = stream if isinstance(stream, Stream) else open_stream(stream)
-        return self._state.sources(), opened, small_files(model, files, self._dtype)
-
-    def _finish_last(self) -> None:
-        """Rank 0 is done with the version before: hear of it, if this rank has not yet."""
-        if self._thread is not None:
-            self._thread.join(self._deadline_s)
-            if self._thread.is_alive():
-                raise Deadline(
-                    f"this rank is still busy with the version before after {self._deadline_s:g} s",
-                    hint="Look at the logs of the other ranks",
-                )
-        try:
-            self._publisher.settle()
-        except ThinwireError:
-            # A failure was told by the ticket already; to know nothing is not good enough.
-            if not self._publisher.is_settled:
-                raise
-
-    def _replicas(self, sources: Iterable[Source]) -> dict[str, int]:
-        """Digests of tensors that other ranks hold, too."""
-        if self._ranks.size == 1 or not isinstance(sources, list):
-            return {}
-        plan, rank = self._publisher.plan, self._ranks.rank
-        return digests_of(sources, replicated(plan, rank, self._capture_count))
-
-    def _captured(self, ticket: Ticket, sources: Iterable[Source]) -> Staging | None:
-        if not self._publisher.has_base:
-            self._capture.fill(sources)
-            return None
-        staging = Staging(self._rank_folder, self._memory_limit_bytes)
-        try:
-            ticket.changed_count = self._capture.diff(sources, staging)
-        except BaseException:
-            staging.close()
-            raise
-        return staging
-
-    def _run(
-        self,
-        topic: str,
-        line: str,
-        staging: Staging | Fault | None,
-        facts: Facts,
-        ticket: Ticket,
-        replicas: Mapping[str, int],
-    ) -> None:
-        version = None
-        failure: ThinwireError | None = None
-        try:
-            manifest = self._publisher.publish(topic, line, staging, facts, ticket._enter, replicas)
-            version = Version.of(manifest)
-        except Exception as error:
-            failure = error if isinstance(error, ThinwireError) else Fault.of(error).error()
-        if isinstance(staging, Staging) and self._publisher.is_settled:
-            staging.close()
-        ticket._end("failed" if failure else "committed", version, failure)
-
-    def _allocator(self, baseline: str) -> Allocate:
-        if baseline == "disk":
-            return _on_disk(self._rank_folder / "baseline")
-        return _pinned if torch.cuda.is_available() else in_memory
+def _check_choices(baseline: str, when_busy: str, device_diff: str) -> None:
+    if baseline not in ("memory", "disk") or when_busy not in ("latest", "block"):
+        raise InvalidArgument(
+            f"baseline is {baseline!r}, when_busy is {when_busy!r}",
+            hint='baseline is "memory" or "disk", when_busy "latest" or "block"',
+        )
+    if device_diff not in ("auto", "on", "off"):
+        raise InvalidArgument(f"device_diff is {device_diff!r}", hint='It is "auto", "on" or "off"')
 
 
-def _is_job(group: Any) -> bool:
-    if group is False:
-        return False
-    is_ready = dist.is_available() and dist.is_initialized()
-    return is_ready and dist.get_world_size(group) > 1
-
-
-def _on_disk(path: Path) -> Allocate:
-    """A file without a name: gone with the process, whatever ends it."""
-
-    def allocate(size_bytes: int) -> Any:
-        path.unlink(missing_ok=True)
-        view = create_mapped(path, max(1, size_bytes))
-        path.unlink()
-        return view[:size_bytes]
-
-    return allocate
-
-
-def _pinned(size_bytes: int) -> Any:
-    """Memory that a GPU can copy to without the host's help."""
-    if size_bytes == 0:
-        return in_memory(0)
-    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-
-
-def _close_open() -> None:
-    for publisher in list(_OPEN):
-        publisher._at_exit()
-
-
-# Not by atexit: that is after pools of threads refuse new work, which publishing needs.
-threading._register_atexit(_close_open)  # type: ignore[attr-defined]
+def _own(folder: Path) -> ExitStack:
+    """A rank's folder, for one publisher alone."""
+    with os_errors("cannot make", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    stack = ExitStack()
+    stack.enter_context(locked(folder / ".thinwire-lock"))
+    return stack

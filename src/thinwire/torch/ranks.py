@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import Deadline, ThinwireError, Unavailable
-from thinwire.publish.ranks import LineBroken, PeerFailed, is_before
+from thinwire.publish.ranks import Alone, LineBroken, PeerFailed, Ranks, is_before
 from thinwire.stream.blocks import digest_of
 
 T = TypeVar("T")
@@ -311,3 +311,16 @@ class JobRanks:
                 f"the job's key-value store does not answer: {str(error).splitlines()[0]}",
                 hint="The process that runs it, mostly rank 0's or the launcher, is gone",
             ) from error
+
+
+def ranks_of(group: Any, deadline_s: float) -> Ranks:
+    """The line between the ranks of a process group.
+
+    Args:
+        group: The group; None: the job's; False: no other rank, whatever the job is.
+        deadline_s: How long to wait for another rank.
+    """
+    is_job = group is not False and dist.is_available() and dist.is_initialized()
+    if is_job and dist.get_world_size(group) > 1:
+        return JobRanks(group, deadline_s)
+    return Alone()

@@ -32,6 +32,7 @@ from thinwire.torch.sink_base import (
     check_arguments,
     is_same,
 )
+from thinwire.torch.sink_live import LiveVersion
 from thinwire.torch.sink_lock import UpdateLock
 from thinwire.torch.sink_places import Bound, Content, NamedPlaces, Places, Published
 from thinwire.torch.sink_prepare import (
@@ -135,12 +136,8 @@ class TorchSink:
             else ModuleBase(Path(own), lambda name, published: read()(name, published))
         )
         self._is_copied = canonical == "folder"
-        self._lock = lock or UpdateLock()
-        self._update_timeout_s = update_timeout_s
-        self._live: Mark | None = None
-        self._failure = "it holds no version yet"
+        self._live = LiveVersion(lock or UpdateLock(), update_timeout_s)
         self._swaps_on_host = True
-        self.last_update: UpdateTimes | None = None
 
     def __repr__(self) -> str:
         return f"TorchSink({type(self.module).__name__})"
@@ -148,8 +145,13 @@ class TorchSink:
     @property
     def version(self) -> Version | None:
         """The version that the module holds now; None: none. Look at it inside :meth:`reading`."""
-        live = self._live
-        return None if live is None else live.to_version()
+        mark = self._live.mark
+        return None if mark is None else mark.to_version()
+
+    @property
+    def last_update(self) -> UpdateTimes | None:
+        """What the last update took."""
+        return self._live.last_update
 
     @contextmanager
     def reading(self, timeout_s: float | None = None) -> Iterator[Version]:
@@ -161,13 +163,7 @@ class TorchSink:
             BaseUnusable: The module holds no whole version: none came yet, or writing one failed.
             Deadline: An update took longer than ``timeout_s``.
         """
-        with self._lock.reading(timeout_s):
-            version = self.version
-            if version is None:
-                raise BaseUnusable(
-                    f"the module must not be used: {self._failure}",
-                    hint="Have the follower catch up first",
-                )
+        with self._live.reading(timeout_s) as version:
             yield version
 
     @torch.no_grad()
@@ -184,10 +180,11 @@ class TorchSink:
             BaseUnusable: It holds no version.
         """
         with self.reading():
-            assert self._live is not None
+            mark = self._live.mark
+            assert mark is not None
             tensors = self._base.checkpoint().tensors
             # A part of the model has no digest to be compared with.
-            if not self._live.tensors and digest_of(tensors) != self._live.weights:
+            if not mark.tensors and digest_of(tensors) != mark.weights:
                 return False
             if self._bound is None:
                 return None
@@ -198,8 +195,8 @@ class TorchSink:
 
         For whoever found out, as by :meth:`prove`, that it is not what it should be.
         """
-        with self._lock.writing(self._update_timeout_s):
-            self._close(reason)
+        with self._live.alone():
+            self._live.close(reason)
             if isinstance(self._base, ModuleBase):
                 self._base.forget()
 
@@ -222,7 +219,7 @@ class TorchSink:
             ThinwireError: As :meth:`thinwire.CheckpointSink.mark`.
         """
         found = self._base.mark()
-        if found is None or is_same(found, self._live):
+        if found is None or is_same(found, self._live.mark):
             return found
         checkpoint = self._base.checkpoint()
         if not found.tensors and digest_of(checkpoint.tensors) != found.weights:
@@ -270,7 +267,7 @@ class TorchSink:
         Raises:
             TensorMismatch: They are not for this module, which is as it was.
         """
-        before = self._live
+        before = self._live.mark
         is_written = False
         try:
             with self._base.installing(mark) as staged:
@@ -323,29 +320,23 @@ class TorchSink:
 
     def _write(self, writes: Writes, mark: Mark, start_s: float) -> None:
         """Change the module, alone; after an error it is as it was, or nobody may read it."""
-        before = self._live
-        asked_s = time.perf_counter()
-        with self._lock.writing(self._update_timeout_s):
-            alone_s = time.perf_counter()
+        before = self._live.mark
+        with self._live.updating(start_s, writes.word_count):
             try:
                 writes.write()
-                self._live = mark
+                self._live.mark = mark
             except BaseException:
                 self._undo(writes, before, f"writing version {mark.version} failed")
                 raise
-            done_s = time.perf_counter()
-        self.last_update = UpdateTimes(
-            asked_s - start_s, alone_s - asked_s, done_s - alone_s, writes.word_count
-        )
 
     def _undo(self, writes: Writes, before: Mark | None, reason: str) -> None:
         """Take changes back, alone; where that fails, nobody may read the module."""
         try:
             writes.undo()
-            self._live = before
+            self._live.mark = before
         except Exception as error:
             # The error that led here is the one that is raised.
-            self._close(f"{reason}, and so did taking it back: {error}")
+            self._live.close(f"{reason}, and so did taking it back: {error}")
 
     def _take_back(self, writes: Writes, before: Mark) -> None:
         """The module was changed, and the folder's update failed."""
@@ -353,7 +344,7 @@ class TorchSink:
             if not is_same(before, self._base.mark()):
                 # It went through, or will by itself: the module is where the folder goes.
                 return
-            with self._lock.writing(self._update_timeout_s):
+            with self._live.alone():
                 self._undo(writes, before, "keeping the update failed")
         except ThinwireError:
             # The module holds a whole version; it is read anew where that is not the folder's.
@@ -363,28 +354,24 @@ class TorchSink:
         """Write whole tensors, one after another, alone; after an error nobody may read."""
         if bound is not None:
             check_same(bound, tensors)
-        asked_s = time.perf_counter()
-        with self._lock.writing(self._update_timeout_s):
-            alone_s = time.perf_counter()
+        with self._live.updating(start_s, 0):
             try:
                 if self._load is not None:
                     LoaderWrite(self._load, {}, tensors).write()
                 if bound is not None:
                     fill(bound, tensors)
                 self._bound = bound
-                self._live = mark
+                self._live.mark = mark
             except BaseException as error:
-                self._close(f"writing version {mark.version} failed: {error}")
+                self._live.close(f"writing version {mark.version} failed: {error}")
                 raise
-            done_s = time.perf_counter()
-        self.last_update = UpdateTimes(asked_s - start_s, alone_s - asked_s, done_s - alone_s, 0)
 
     def _refill(self, before: Mark | None) -> None:
         """After an installation that failed: the module must hold what the base does, or nothing.
 
         Where that cannot be done now, it is when the mark is asked for next.
         """
-        if self._live is not None and is_same(self._live, before):
+        if self._live.mark is not None and is_same(self._live.mark, before):
             return
         try:
             if isinstance(self._base, ModuleBase):
@@ -393,11 +380,6 @@ class TorchSink:
                 self.mark()
         except ThinwireError:
             return
-
-    def _close(self, reason: str) -> None:
-        """The module holds no whole version, or is not known to."""
-        self._failure = reason
-        self._live = None
 
     def _bits(self, name: str, published: Published) -> np.ndarray:
         """A published tensor's bits, read from the module, which has its dtype."""

@@ -7,7 +7,6 @@ another implementation may place them by an index map, where a module fuses or c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol
 
@@ -15,8 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from thinwire.errors import InvalidArgument, TensorMismatch
-from thinwire.torch.state import ModelState, Rename, Selection, Source, dtype_name
+from thinwire.errors import TensorMismatch
+from thinwire.torch.dtypes import dtype_name, torch_dtype
+from thinwire.torch.state import ModelState, Rename, Selection, Source
 
 
 class Published(NamedTuple):
@@ -197,30 +197,6 @@ class NamedBound:
     def targets(self, name: str) -> Sequence[torch.Tensor]:
         """See :class:`Bound`."""
         return self._targets.get(name, ())
-
-
-def torch_dtype(dtype: str, name: str) -> torch.dtype:
-    """torch's dtype for one of safetensors.
-
-    Raises:
-        TensorMismatch: torch has none.
-    """
-    found = _DTYPES.get(dtype)
-    if found is None:
-        raise _misfit(name, f"is {dtype}, which torch does not have", "Leave it out (ignore=)")
-    return found
-
-
-def _dtypes() -> dict[str, torch.dtype]:
-    found = {}
-    for value in vars(torch).values():
-        if isinstance(value, torch.dtype):
-            with suppress(InvalidArgument):
-                found[dtype_name(value)] = value
-    return found
-
-
-_DTYPES = _dtypes()
 
 
 def _checked(source: Source, name: str, published: Published) -> torch.Tensor:

@@ -10,9 +10,10 @@ from thinwire.checkpoint.safetensors_file import StoredTensor
 from thinwire.codec.digest import tensor_digest
 from thinwire.errors import TensorMismatch
 from thinwire.stream.weights import weights_digest
+from thinwire.torch.dtypes import dtype_name
 from thinwire.torch.sink_places import Bound, Published
-from thinwire.torch.sink_writes import bits_of, values_of
-from thinwire.torch.state import dtype_name
+from thinwire.torch.sink_writes import bits_of
+from thinwire.torch.stored import values_of
 
 
 def digest_of(tensors: Mapping[str, StoredTensor]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from thinwire.checkpoint.safetensors_file import StoredTensor
 from thinwire.codec import _native
 from thinwire.codec.delta import ChunkChanges
 from thinwire.errors import BaseUnusable
-from thinwire.torch.sink_places import Bound, Published, Spot, torch_dtype
+from thinwire.torch.dtypes import torch_dtype
+from thinwire.torch.sink_places import Bound, Published, Spot
+from thinwire.torch.stored import values_of
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
@@ -284,30 +286,6 @@ def _cast(words: np.ndarray, dtype: str, change: ChunkChanges, spot: Spot) -> to
     if published in (spot.flat.dtype, torch.complex64):
         return bits
     return bits.view(published).to(spot.flat.dtype).view(_INTS[spot.flat.element_size()])
-
-
-def values_of(name: str, tensor: StoredTensor) -> torch.Tensor:
-    """A stored tensor as torch's, one dimension, in the same memory: only to be read."""
-    dtype = torch_dtype(tensor.dtype, name)
-    data = tensor.data
-    if data.ctypes.data % dtype.itemsize:
-        data = data.copy()
-    if not data.size:
-        return torch.empty(0, dtype=dtype)
-    return torch.from_numpy(np.asarray(_Alias(data))).view(dtype)
-
-
-class _Alias:
-    """Read-only memory that says it is not: torch knows no read-only tensors, and warns."""
-
-    def __init__(self, data: np.ndarray) -> None:
-        self._data = data
-        self.__array_interface__: dict[str, Any] = {
-            "data": (data.ctypes.data, False),
-            "shape": data.shape,
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 def _shaped(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from thinwire.codec.dtypes import DTYPES
 from thinwire.errors import InvalidArgument, TensorMismatch
 from thinwire.publish.held import Held
 from thinwire.publish.spreading import Holding
 from thinwire.torch.dtensors import held_of, local_of
+from thinwire.torch.dtypes import dtype_name
 
 State = Mapping[str, torch.Tensor]
 StateFn = Callable[[], State]
@@ -21,22 +21,6 @@ Rename = Callable[[str], str | None]
 
 # Elements compared at a time.
 _PIECE = 1 << 22
-# torch's names of dtypes, as safetensors calls them.
-_NAMES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "bool": "BOOL",
-    **{f"int{n}": f"I{n}" for n in (8, 16, 32, 64)},
-    **{f"uint{n}": f"U{n}" for n in (8, 16, 32, 64)},
-}
 
 
 class Selection(NamedTuple):
@@ -211,22 +195,6 @@ class ModelState:
                 hint="Publish after the weights were loaded",
             )
         return Source(name, local_of(tensor), dtype, held_of(name, tensor), id(tensor))
-
-
-def dtype_name(dtype: torch.dtype, name: str = "") -> str:
-    """A torch dtype by its safetensors name.
-
-    Raises:
-        InvalidArgument: It cannot be published.
-    """
-    found = _NAMES.get(str(dtype).removeprefix("torch."))
-    if found is None:
-        raise InvalidArgument(
-            f"tensor {name!r} is {dtype}, which cannot be published",
-            hint="Leave it out (exclude=), or publish it in another dtype (dtypes=)",
-        )
-    assert found in DTYPES
-    return found
 
 
 def holdings_of(sources: Sequence[Source]) -> list[Holding]:

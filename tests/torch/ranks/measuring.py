@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ranks.models import stir
 from ranks.worker import Rank
 from thinwire.torch import TorchPublisher
+from thinwire.torch.publish_thread import PublishThread
 
 LAYERS, WIDTH, HIDDEN = 4, 2560, 5120
 
@@ -35,8 +37,8 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-class WatchedPublisher(TorchPublisher):
-    """Watches its background thread, too."""
+class WatchedThread(PublishThread):
+    """The publisher's background thread."""
 
     sizes: list[int]
 
@@ -50,16 +52,19 @@ def watched_publish(rank: Rank) -> None:
     model = _sharded_model(rank)
     # The first collective of a job and the like: not the publisher's.
     model.norm.full_tensor()
-    WatchedPublisher.sizes = sizes = []
+    WatchedThread.sizes = sizes = []
     before = _status_bytes("VmRSS")
     _forget_peak()
-    with WatchedPublisher(
-        model,
-        rank.options["url"],
-        folder=rank.scratch,
-        maintain=False,
-        deadline_s=20.0,
-    ) as publisher:
+    with (
+        patch("thinwire.torch.publisher.PublishThread", WatchedThread),
+        TorchPublisher(
+            model,
+            rank.options["url"],
+            folder=rank.scratch,
+            maintain=False,
+            deadline_s=20.0,
+        ) as publisher,
+    ):
         _say_peak(rank, "open", before, baseline_bytes=publisher.baseline_bytes)
         for step in (1, 2, 3):
             for parameter in model.parameters():

@@ -9,7 +9,7 @@ from typing import Any
 from thinwire.errors import BaseMismatch, Deadline, NotFound, ThinwireError
 from thinwire.follow import Follower
 from thinwire.follow.wakes import Wakes
-from thinwire.stream.events import Applied, Event, Observer, Observers, Refused
+from thinwire.stream.events import Applied, Event, Observer, Observers
 from thinwire.stream.polling import MAX_WAIT_S
 from thinwire.stream.version import Version
 from thinwire.torch import TorchSink
@@ -145,7 +145,7 @@ class Following:
                     self._logger.error("wrong weights", version=found.version)
                     reason = "its weights were found to be wrong"
                     self._sink.distrust(reason)
-                    self._tell(BaseMismatch.code, f"version {found.version}: {reason}")
+                    self._refuse(BaseMismatch(f"version {found.version}: {reason}"))
                     found = self._follower.catch_up()
                 held = found
                 self._checked_s = time.monotonic()
@@ -162,13 +162,11 @@ class Following:
                     )
                 self.failure = str(error)
                 known = error if isinstance(error, ThinwireError) else ThinwireError(repr(error))
-                self._tell(known.code, str(known))
+                self._refuse(known)
             self._sleep(wait_s)
 
-    def _tell(self, code: str, reason: str) -> None:
-        self._observers.on_event(
-            Refused(url=self._follower.stream.url, lineage="", version=0, code=code, reason=reason)
-        )
+    def _refuse(self, error: ThinwireError) -> None:
+        self._observers.refuse(self._follower.stream.url, "", 0, error)
 
     def _sleep(self, wait_s: float) -> None:
         """Sleep until it is time for a look, or somebody asks for one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -31,6 +30,7 @@ from thinwire.engines.transformers.sampling import Row, generator_for
 from thinwire.engines.transformers.text import TextOf
 from thinwire.engines.transformers.worker import Job, Piece, Worker, version_conflict
 from thinwire.stream.version import Version
+from thinwire.web import NotAllowed, Role, Tokens
 
 _VERSION_POLL_S = 0.02
 _DISCONNECT_POLL_S = 0.5
@@ -50,7 +50,7 @@ class Service:
         staleness: How old a version is.
         failure: What keeps the model from being updated; empty: nothing.
         limits: What requests may ask for.
-        token: The bearer token; empty: none is needed.
+        tokens: Who may ask; any role will do.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Service:
         staleness: Staleness,
         failure: Callable[[], str],
         limits: Limits,
-        token: str = "",
+        tokens: Tokens,
     ) -> None:
         self._loaded = loaded
         self._worker = worker
@@ -72,7 +72,7 @@ class Service:
         self._staleness = staleness
         self._failure = failure
         self._limits = limits
-        self._token = token.encode()
+        self._tokens = tokens
         self._open_count = 0
 
     def app(self) -> Starlette:
@@ -112,11 +112,10 @@ class Service:
         return guarded
 
     def _check_token(self, request: Request) -> None:
-        if not self._token:
-            return
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._token):
-            raise ApiError(401, "a bearer token is needed, and this is not it", "invalid_api_key")
+        try:
+            self._tokens.check(request.headers.get("authorization", ""), Role.READ)
+        except NotAllowed as refused:
+            raise ApiError(refused.status, refused.message, "invalid_api_key") from None
 
     async def _health(self, request: Request) -> Response:
         if not self._worker.is_alive:

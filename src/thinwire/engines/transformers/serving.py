@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from thinwire.engines.transformers.worker import Worker
 from thinwire.errors import InvalidArgument
 from thinwire.follow import Follower, open_stream
 from thinwire.report import HubClient
+from thinwire.store import Store
 from thinwire.stream.events import Observer, Observers
 from thinwire.torch import TorchSink
+from thinwire.web import Role, Tokens
 
 # What a model may be asked to remember, where it was made for more and nobody said so.
 DEFAULT_CONTEXT_TOKENS = 8192
@@ -68,7 +70,7 @@ class Settings:
     base: Path | None = None
     accept_new_lineages: bool | None = None
     trusted_keys: Sequence[str] = ()
-    relay: str | None = None
+    relay: str | Store | None = None
     token: str = ""
 
 
@@ -102,12 +104,13 @@ def serving(
             "base": settings.base or settings.model,
             "accept_new_lineages": settings.accept_new_lineages,
         }
+        # Until the model is there, which may take minutes, it is a replica that serves nothing.
+        loading = stack.enter_context(ExitStack())
         if settings.model is None:
             observers = Observers(observer, hub)
-            with (
-                Follower(stream, folder, observer=observers, **options) as first,
-                nullcontext() if hub is None else hub.reporting(_Loading(first)),
-            ):
+            with Follower(stream, folder, observer=observers, **options) as first:
+                if hub is not None:
+                    loading.enter_context(hub.reporting(_Loading(first)))
                 first.wait_for(1, settings.first_timeout_s, poll_s=min(settings.poll_s, 1.0))
         loaded = load(settings.model or folder, dtype=settings.dtype, device=settings.device)
         sink = TorchSink(loaded.model, folder=folder, update_timeout_s=settings.update_timeout_s)
@@ -141,13 +144,14 @@ def serving(
             staleness=following.staleness,
             failure=lambda: following.failure,
             limits=limits,
-            token=settings.token,
+            tokens=Tokens({settings.token: Role.READ} if settings.token else None),
         )
         # The worker ends first: an update may wait for an answer of its.
         stack.callback(following.close)
         stack.callback(worker.close)
         worker.start()
         with ExitStack() as reported:
+            loading.close()
             if hub is not None:
                 reported.enter_context(hub.reporting(following))
             following.start()

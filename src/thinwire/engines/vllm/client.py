@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,12 @@ from thinwire.checkpoint import Checkpoint
 from thinwire.engines.engine import EngineState, Policy, Timer, Update
 from thinwire.engines.http import EngineHttp
 from thinwire.engines.vllm.messages import Do, Note, RankFacts, drop_notes, read_note
+from thinwire.engines.vllm.notes import NoModel, check_notes, log_attached, log_unheld
 from thinwire.errors import (
     EngineDetached,
     EngineError,
     EngineUnreachable,
     InvalidArgument,
-    TensorMismatch,
     ThinwireError,
 )
 
@@ -39,7 +38,6 @@ _GRACE_S = 2.0
 _MAX_RANKS = 1 << 14
 _DISAGREEING = 500
 _BESIDE = ("stage", "prove")
-_DETACHED = (EngineDetached.code, TensorMismatch.code)
 _DEV_HINT = (
     "Start vLLM with VLLM_SERVER_DEV_MODE=1 and "
     """--weight-transfer-config '{"backend": "thinwire"}'"""
@@ -126,7 +124,7 @@ class VLLM:
         # It may have been started again: the ranks that were attached are not asked after.
         self._boots = {}
         if not self._goes_through_update:
-            with suppress(_NoModel):
+            with suppress(NoModel):
                 notes = self._tell("meet", update, timer)
                 # A driver before this one died between begin and end: nobody else will end it.
                 self._may_be_open = True
@@ -138,45 +136,16 @@ class VLLM:
         self._boots = {}
         try:
             notes = self._tell("attach", update, timer)
-        except _NoModel:
+        except NoModel:
             self._goes_through_update = True
             notes = self._tell("attach", update, timer)
         self._end_open(notes, timer)
         self._boots = {note.rank: note.boot for note in notes}
         self.facts = [note.facts for note in notes]
-        for note in notes:
-            found = note.facts
-            _LOG.info(
-                "rank %d attached in %.2f s: way %s, %d runs, %d bytes, cached %s",
-                *(note.rank, note.seconds, found.way, found.run_count, found.map_bytes),
-                found.is_cached,
-            )
-            if found.reason:
-                _LOG.warning("rank %d has no index map: %s", note.rank, found.reason)
-            for name, why in found.refused.items():
-                _LOG.warning("rank %d: parameter %s is not placed: %s", note.rank, name, why)
-            if found.unseen:
-                _LOG.warning(
-                    "rank %d: %d elements of the model cannot be compared", note.rank, found.unseen
-                )
-        self._check_held(notes, update.folder, timer)
-
-    def _check_held(self, notes: Sequence[Note], folder: Path, timer: Timer) -> None:
-        """Say which elements no rank holds: an engine may drop some, but nobody should wonder."""
-        if any(note.facts.way != "map" or note.facts.loose for note in notes):
-            return
-        size = self._world_size(timer, of_replica=True)
-        # Each data-parallel replica holds the model.
-        parts = [note.facts.held for note in notes[:size]]
-        names = set().union(*parts)
-        if not names:
-            return
-        tensors = Checkpoint.open(folder, ignore_subfolders=True).tensors
-        for name in sorted(names & tensors.keys()):
-            count = math.prod(tensors[name].shape)
-            held = sum(part.get(name, count) for part in parts)
-            if held < count:
-                _LOG.warning("of %s, the engine holds %d of %d elements", name, held, count)
+        log_attached(notes)
+        if all(note.facts.way == "map" and not note.facts.loose for note in notes):
+            size = self._world_size(timer, of_replica=True)
+            log_unheld(notes[:size], Checkpoint.open(update.folder, ignore_subfolders=True))
 
     def stage(self, update: Update, timer: Timer) -> None:
         """Have every rank prepare the update, in a thread beside the serving one."""
@@ -349,7 +318,7 @@ class VLLM:
                 raise EngineDetached("vLLM reports another weight version than a moment ago")
         drop_notes(folder, world_size, call)
         notes = [found[rank] for rank in range(world_size)]
-        self._check(notes, message)
+        check_notes(notes, message, self._boots)
         return notes
 
     def _label(self, timer: Timer) -> str:
@@ -362,28 +331,6 @@ class VLLM:
         if not isinstance(size, int) or not 0 < size <= _MAX_RANKS:
             raise EngineError(f"vLLM says that it has {size!r} ranks")
         return size
-
-    def _check(self, notes: Sequence[Note], message: Mapping[str, Any]) -> None:
-        do = message["do"]
-        wanted = {"attach": message["label"], "apply": message["label"], "undo": message["base"]}
-        if any(note.state == "no-model" for note in notes):
-            raise _NoModel("vLLM has not told the backend its model yet")
-        for note in notes:
-            if note.state == "failed":
-                kind = EngineDetached if note.code in _DETACHED else EngineError
-                raise kind(
-                    f"rank {note.rank} could not {do}: {note.error}",
-                    hint=note.hint or "Look into vLLM's log",
-                    rank=note.rank,
-                )
-            if self._boots and self._boots.get(note.rank) != note.boot:
-                raise EngineDetached(f"rank {note.rank} was started again", rank=note.rank)
-            if wanted.get(do) and note.label != wanted[do]:
-                raise EngineError(
-                    f"rank {note.rank} holds {note.label or 'no known version'} after {do}, not "
-                    f"{wanted[do]}",
-                    rank=note.rank,
-                )
 
     def _get(self, route: str, timer: Timer) -> Mapping[str, Any]:
         answer = self._call_dev(route, timer, method="GET")
@@ -398,7 +345,3 @@ class VLLM:
             if error.context.get("status") == 404:
                 raise EngineError(error.message, hint=_DEV_HINT, **error.context) from error
             raise
-
-
-class _NoModel(EngineError):
-    """A release before 0.26, in which the backend meets the model only inside an update."""
