@@ -75,9 +75,9 @@ wordle: venv
 regions: venv .venv-vllm/installed
 	OMP_NUM_THREADS=1 $(PY) examples/regions/run.py
 
-# One process a processor: most tests keep one busy. More than four only compete for the ranks' deadlines.
+# One process more than processors: nearly half of the tests' time is waiting. More than four only compete for the ranks' deadlines.
 test: venv
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $$($(PY) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))') --dist worksteal
 
 test-engines: venv-vllm
 	OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest tests/vllm

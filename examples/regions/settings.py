@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 
 from network import Region
 
+from thinwire.capacity.facts import EGRESS_PRICE
+
 MBIT = 1e6
 REGIONS = (
     Region("west", 0.030, 200 * MBIT),
     Region("europe", 0.080, 200 * MBIT),
     Region("asia", 0.150, 200 * MBIT),
 )
-# Public clouds' list price between regions and to the internet is 0.02 to 0.09.
-EGRESS_USD_PER_GB = 0.09
+# What `thinwire plan` and the dashboard count with, too.
+EGRESS_USD_PER_GB = EGRESS_PRICE.value
 RELAY_LIMIT_BYTES = 2 << 30
 
 
@@ -83,12 +85,14 @@ FULL = Settings(
 )
 QUICK = Settings(
     is_small=True,
-    steps=28,
+    steps=16,
     questions=6,
     group_size=4,
     learning_rate=5e-4,
-    step_s=2.0,
-    plan=Plan(kill=3, add=4, cut=5, cut_steps=8),
-    full_versions=2,
-    arc_versions=3,
+    step_s=1.0,
+    plan=Plan(kill=2, add=2, cut=3, cut_steps=11),
+    full_versions=1,
+    arc_versions=1,
+    samplers_a_region=1,
+    pretrain_steps=150,
 )

@@ -95,6 +95,8 @@ def test_a_hub_that_is_away_fails_nothing(lab: Lab, run: Run) -> None:
         ["--hub", "http://h", "--replica", ""],
         ["--hub", "http://h", "--hub-stream", "a/b"],
         ["--hub", "http://h", "--hub-token-file", os.devnull],
+        ["--relay-token-file", os.devnull],
+        ["--relay", "h:8766/x", "--relay-token-file", os.devnull],
     ],
 )
 def test_follow_refuses_what_makes_no_sense(options: list[object], lab: Lab, run: Run) -> None:
@@ -102,6 +104,35 @@ def test_follow_refuses_what_makes_no_sense(options: list[object], lab: Lab, run
     assert done.exit_code == 2, done.output
     assert json.loads(done.stdout)["error"]["code"] == "invalid-argument"
     assert not (lab.root / "folder").exists()
+
+
+def test_relay_and_hub_have_tokens_of_their_own(
+    lab: Lab, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THINWIRE_HTTP_TOKEN", "of-another-server-012345")
+    tokens, token = lab.root / "tokens", lab.root / "token"
+    tokens.write_text(f"follow {FOLLOW}\n")
+    token.write_text(f"{FOLLOW}\n")
+    for path in (tokens, token):
+        path.chmod(0o600)
+    publish_some(lab, 1, 1)
+    relay = ["relay", "--stream", lab.url, "--listen", "127.0.0.1:0", "--tokens", tokens]
+    cache = ["--cache", lab.root / "cache", "--limit-bytes", "64MiB", "--json"]
+    with running(*relay, *cache) as served:
+        url = json.loads(served.line())["streams"]["store"]
+        options = ["--relay", url, "--relay-token-file", token, "--once", "--json"]
+        done = run("follow", lab.url, lab.root / "folder", *options)
+        assert done.exit_code == 0, done.output
+        asked = Request(url.replace("/store", "/metrics"))
+        asked.add_header("authorization", f"Bearer {FOLLOW}")
+        with urlopen(asked, timeout=WITHIN_S) as answer:
+            text = answer.read().decode()
+    served_bytes = next(
+        float(line.split()[-1])
+        for line in text.splitlines()
+        if line.startswith("thinwire_relay_served_bytes_total")
+    )
+    assert served_bytes > 0
 
 
 def test_publish_refuses_what_makes_no_sense(lab: Lab, run: Run) -> None:

@@ -117,9 +117,12 @@ def test_a_server_says_what_keeps_it_back(tmp_path: Path) -> None:
             with hub.reporting(following):
                 following.start()
                 wait_for(at, 1)
+                # Woken: what the rare looks of one that relies on its hub find after half a minute.
                 store.set_rates(Rates(fail_before=1.0))
+                following.wake()
                 found = until_fault(at, "ready")
                 assert found["fault"]["code"] == "unavailable"
                 store.set_rates(NO_FAULTS)
+                following.wake()
                 until_fault(at, "ready", has_fault=False)
             following.close()

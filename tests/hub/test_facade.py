@@ -146,6 +146,7 @@ def test_prompt_caches_are_the_replicas(scene: Scene) -> None:
             {"identity": "x"},
             404,
         ),
+        ({**HEADERS, "fireworks-model": ""}, {"identity": "x"}, 422),
         (HEADERS, {}, 422),
         (HEADERS, {"identity": ""}, 422),
         (HEADERS, {"identity": "x" * 129}, 422),

@@ -31,6 +31,7 @@ _CHECKS = [
     schemathesis.checks.content_type_conformance,
     schemathesis.checks.response_schema_conformance,
     schemathesis.checks.negative_data_rejection,
+    schemathesis.checks.positive_data_acceptance,
 ]
 _WAIT = "/v1/streams/{stream}/wait"
 
@@ -96,7 +97,8 @@ def test_what_it_says_is_so(client: httpx.Client, document: dict[str, Any]) -> N
 
 def _ask(operation: Any, mode: GenerationMode, client: httpx.Client) -> None:
     options: dict[str, Any] = {}
-    if mode is GenerationMode.POSITIVE:
+    # A body that is wrong is looked at only where the stream is there.
+    if mode is GenerationMode.POSITIVE or operation.body:
         names = {"stream": "policy", "replica": "a"}
         options["path_parameters"] = {
             k: v for k, v in names.items() if f"{{{k}}}" in operation.path
@@ -107,7 +109,8 @@ def _ask(operation: Any, mode: GenerationMode, client: httpx.Client) -> None:
             options["headers"] = {"fireworks-deployment": "policy"}
 
     @settings(
-        max_examples=5,
+        # Of many parameters each example shows one or two.
+        max_examples=8 if operation.query and mode is GenerationMode.POSITIVE else 5,
         deadline=None,
         derandomize=True,
         database=None,
@@ -116,6 +119,8 @@ def _ask(operation: Any, mode: GenerationMode, client: httpx.Client) -> None:
     )
     @given(case=operation.as_strategy(generation_mode=mode, **options))
     def ask(case: schemathesis.Case) -> None:
+        if mode is GenerationMode.POSITIVE:
+            case.body = _whole(case.body)
         answer = case.call(base_url=str(client.base_url))
         case.validate_response(answer, checks=_CHECKS)
 
@@ -124,3 +129,12 @@ def _ask(operation: Any, mode: GenerationMode, client: httpx.Client) -> None:
     except Unsatisfiable:
         # There is nothing that would be wrong.
         assert mode is GenerationMode.NEGATIVE
+
+
+def _whole(body: Any) -> Any:
+    """A body with 5 in place of 5.0, which is an integer to JSON Schema, and to nobody else."""
+    if isinstance(body, dict):
+        return {name: _whole(value) for name, value in body.items()}
+    if isinstance(body, list):
+        return [_whole(value) for value in body]
+    return int(body) if isinstance(body, float) and body.is_integer() else body

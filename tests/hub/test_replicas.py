@@ -228,4 +228,5 @@ def test_a_version_that_the_stream_does_not_have_is_not_fresh() -> None:
     assert fleet[0].staleness_steps is None
     assert not judge(fleet, Rule(1000)).is_ready
     assert not judge(fleet, Rule()).is_ready  # any distance is not one that nobody knows
-    assert counts_of(fleet) == Counts(ready=1)
+    assert counts_of(fleet) == Counts(unready=1)
+    assert "serve what is not the stream's, as a: " in judge(fleet, Rule()).reason

@@ -12,7 +12,7 @@ import pytest
 
 from thinwire.hub import FleetLimits, Hub, HubLimits, Rule
 from thinwire.report.messages import MAX_HEARTBEAT_BYTES, Answer, Heartbeat
-from thinwire.web import Role
+from thinwire.web import Role, Tokens
 
 from .making import (
     PATIENT,
@@ -222,6 +222,15 @@ def test_bodies_that_are_refused(client: httpx.Client, body: bytes, status: int,
     assert client.get(f"{STREAM}/replicas").json()["replicas"] == []
 
 
+@pytest.mark.parametrize("share", ["1e-05", "+0.5", "0.30000000000000004", "1E-3"])
+def test_numbers_as_anybody_writes_them(client: httpx.Client, share: str) -> None:
+    assert client.get(f"{STREAM}/ready", params={"share": share}).status_code in (200, 503)
+
+
+def test_a_list_from_its_beginning(client: httpx.Client) -> None:
+    assert client.get(f"{STREAM}/replicas?after=").status_code == 200
+
+
 def test_a_body_says_that_it_is_json(client: httpx.Client) -> None:
     # What a form of a web page elsewhere could send.
     answer = client.post(f"{STREAM}/signal", content=b"{}", headers={"content-type": "text/plain"})
@@ -278,6 +287,44 @@ def test_roles(trainer: Trainer) -> None:
                 headers = {"authorization": f"Bearer {token}"}
                 answer = client.request(method, path, headers=headers, **given)
                 assert answer.status_code == (status if role in allowed else 403)
+
+
+def test_a_token_of_one_region_speaks_for_no_other(trainer: Trainer, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(
+        f"follow {'e' * 16} samplers region=eu-*\nfollow {'u' * 16} replica=us-*\n"
+        f"follow {'a' * 16}\n"
+    )
+    hub = Hub({"policy": trainer.url}, tokens=Tokens.read(file), limits=PATIENT)
+    with calling(hub) as client:
+
+        def tell(token: str, replica: str, region: str) -> int:
+            client.headers["authorization"] = f"Bearer {token * 16}"
+            return said(client, beat(replica, 1, region=region)).status_code
+
+        def leave(token: str, replica: str) -> int:
+            client.headers["authorization"] = f"Bearer {token * 16}"
+            return client.delete(f"{STREAM}/replicas/{replica}").status_code
+
+        assert tell("e", "one", "eu-west") == 200
+        assert tell("e", "two", "us") == 403
+        assert tell("e", "two", "") == 403
+        assert tell("u", "us-1", "us") == 200
+        assert tell("u", "one", "us") == 403
+        # Nor for one that is elsewhere, by saying that it moved here, or left.
+        assert tell("e", "us-1", "eu-west") == 403
+        assert leave("e", "us-1") == 403
+        assert leave("u", "one") == 403
+        shown = client.get(f"{STREAM}/replicas").json()["replicas"]
+        assert [(one["beat"]["replica"], one["beat"]["region"]) for one in shown] == [
+            ("one", "eu-west"),
+            ("us-1", "us"),
+        ]
+        # Whoever may speak for all moves it; and its own may say good-bye.
+        assert tell("a", "us-1", "eu-west") == 200
+        assert tell("e", "us-1", "eu-west") == 200
+        assert leave("e", "us-1") == 204
+        assert leave("e", "us-1") == 404
 
 
 def test_the_dashboard_comes_with_a_strict_policy(client: httpx.Client) -> None:
@@ -350,19 +397,32 @@ def test_a_newer_replica_may_say_more(client: httpx.Client) -> None:
     assert client.delete(f"{STREAM}/replicas/new").status_code == 204
 
 
-def test_a_restarted_hub_knows_everything_again(trainer: Trainer) -> None:
-    """All of it is in the bucket, or said again within a heartbeat."""
-    shown = []
-    for _ in range(2):
-        with calling(Hub({"policy": trainer.url}, poll_s=0.05, limits=PATIENT)) as client:
-            head_at(client, 5)
-            lineage = lineage_of(client)
-            said(client, beat("a", 4, lineage=lineage, region="eu"))
-            until(lambda: len(client.get(f"{STREAM}/versions").json()["versions"]) == 5)
-            status = client.get(STREAM).json()
-            versions = client.get(f"{STREAM}/versions").json()
-            for region in status["regions"]:
-                del region["staleness_s_max"]
-            del status["looked_s"]
-            shown.append((status, versions))
-    assert shown[0] == shown[1]
+def test_what_a_restarted_hub_knows_again_and_what_not(trainer: Trainer) -> None:
+    """The bucket and a heartbeat say all that counts; who has not spoken yet is not known."""
+
+    def shown(client: httpx.Client, *said_of: str) -> dict[str, Any]:
+        head_at(client, 5)
+        for name in said_of:
+            said(client, beat(name, 4, lineage=lineage_of(client), region="eu"))
+        until(lambda: len(client.get(f"{STREAM}/versions").json()["versions"]) == 5)
+        status = client.get(STREAM).json()
+        for region in status["regions"]:
+            del region["staleness_s_max"]
+        del status["looked_s"]
+        return {"status": status, "versions": client.get(f"{STREAM}/versions").json()}
+
+    def make() -> Hub:
+        return Hub({"policy": trainer.url}, poll_s=0.05, limits=PATIENT)
+
+    with calling(make()) as client:
+        shown(client, "a", "b")
+        said(client, beat("a", 5, lineage=lineage_of(client), region="eu", updates=[update(5)]))
+        before = shown(client, "a", "b")
+        assert len(client.get(f"{STREAM}/updates").json()["updates"]) == 1
+    with calling(make()) as client:
+        alone = shown(client, "a")
+        assert alone["versions"] == before["versions"]
+        assert alone["status"]["counts"]["ready"] == 1
+        assert client.get(f"{STREAM}/ready?replica=b").status_code == 404
+        assert shown(client, "a", "b") == before
+        assert client.get(f"{STREAM}/updates").json()["updates"] == []

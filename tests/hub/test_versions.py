@@ -105,6 +105,21 @@ def test_a_version_that_no_history_names_is_of_the_lineages_around_it() -> None:
     assert made.staleness(LINEAGE, 8, 80, 9_000) == (None, None)
 
 
+def test_a_number_that_was_published_again_is_another_version() -> None:
+    made = history(note(3, 30, digest="3" * 12), note(4, 40, digest="4" * 12), note(5, 50))
+    assert made.doubt(LINEAGE, 4, "4" * 12) == ""
+    assert made.staleness(LINEAGE, 4, 40, 9_000, "4" * 12).steps == 10
+    for digest in ("", "4" * 12):  # who does not say is taken by its word
+        assert made.doubt(LINEAGE, 5, digest) == ""
+    assert "is another one: 444444444444, not 555555555555" in made.doubt(LINEAGE, 4, "5" * 12)
+    assert made.staleness(LINEAGE, 4, 40, 9_000, "5" * 12) == (None, None)
+    assert "of another lineage" in made.doubt(OTHER, 4, "4" * 12)
+    # What the history does not show, before it or after, nobody can doubt.
+    assert made.doubt(LINEAGE, 2, "9" * 12) == ""
+    assert made.doubt(OTHER, 6, "9" * 12) == ""
+    assert history().doubt(LINEAGE, 1, "9" * 12) == ""
+
+
 def test_a_step_that_javascript_does_not_hold_is_none(tmp_path: Path) -> None:
     with training(tmp_path) as trainer:
         trainer.publish(7)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from thinwire.errors import AccessDenied
+from thinwire.errors import AccessDenied, StoreError
 from thinwire.follow import Follower, open_stream
 from thinwire.relay.ranges import Span, span_of
 from thinwire.store import StoreWrapper
@@ -358,7 +358,16 @@ def test_tokens(stored: DictStore, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert httpx.get(metrics, trust_env=False, headers=bearer[Role.READ]).status_code == 200
         # A follower brings it from the environment, and without it is told what is missing.
         monkeypatch.delenv("THINWIRE_HTTP_TOKEN", raising=False)
-        with pytest.raises(AccessDenied, match="THINWIRE_HTTP_TOKEN"):
+        with pytest.raises(AccessDenied, match="Set THINWIRE_HTTP_TOKEN"):
+            open_store(relay.url, retry_s=0).get("head.json", limit_bytes=999)
+        # One that is set, and wrong or of another role, is not to be set.
+        monkeypatch.setenv("THINWIRE_HTTP_TOKEN", "x" * 32)
+        with pytest.raises(AccessDenied, match="no token that is known") as wrong:
+            open_store(relay.url, retry_s=0).get("head.json", limit_bytes=999)
+        assert "x" * 32 not in str(wrong.value)
+        assert "Set " not in wrong.value.hint
+        monkeypatch.setenv("THINWIRE_HTTP_TOKEN", tokens[Role.READ])
+        with pytest.raises(AccessDenied, match=r"HTTP 403: .* of the role follow"):
             open_store(relay.url, retry_s=0).get("head.json", limit_bytes=999)
         monkeypatch.setenv("THINWIRE_HTTP_TOKEN", tokens[Role.FOLLOW])
         assert open_store(relay.url, retry_s=0).get("head.json", limit_bytes=999)
@@ -367,6 +376,33 @@ def test_tokens(stored: DictStore, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv("THINWIRE_HTTP_TOKEN")
         monkeypatch.setenv("THINWIRE_HTTP_TOKEN_FILE", str(file))
         assert open_store(relay.url, retry_s=0).get("head.json", limit_bytes=999)
+
+
+def test_records_and_data_share_connections(
+    relay: Running, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand followers are a thousand connections, not two thousand."""
+    from thinwire.follow.relays import open_relay
+    from thinwire.store.http_client import HttpClient
+
+    made: list[object] = []
+    make = HttpClient._made
+    monkeypatch.setattr(HttpClient, "_made", lambda self: made.append(0) or make(self))
+    store = open_relay(relay.url)
+    for _ in range(3):
+        store.get("head.json", limit_bytes=9999)
+        store.get_range(key, 0, 10)
+    assert len(made) == 1
+
+
+def test_https_to_a_port_without_is_no_passing_failure(relay: Running) -> None:
+    from thinwire.store import open_store
+
+    url = relay.url.replace("http:", "https:")
+    # With retries, as whoever follows has them: they would go on for a minute.
+    with pytest.raises(StoreError, match="plain HTTP") as refused:
+        open_store(url).get("head.json", limit_bytes=999)
+    assert not refused.value.retryable
 
 
 def test_a_merged_delta_that_was_made_again(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from thinwire.cli.app import app
+from thinwire.relay.files import own
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,15 @@ def test_options_that_do_not_fit(changed: dict[str, str], message: str, tmp_path
     assert message in done.stderr
     assert "hunter22" not in done.stderr
     assert isinstance(done.exception, SystemExit)
+
+
+def test_a_cache_in_use_is_no_wrong_command_line(tmp_path: Path) -> None:
+    """The old one may still be ending; deploy/systemd gives up on exit code 2 alone."""
+    descriptor = own(tmp_path)
+    try:
+        arguments = ["--stream", "memory://run", "--cache", str(tmp_path), "--limit-bytes", "64MiB"]
+        done = CliRunner().invoke(app, ["relay", *arguments, "--listen", "127.0.0.1:0"])
+    finally:
+        os.close(descriptor)
+    assert done.exit_code == 5
+    assert "another relay uses" in done.stderr

@@ -418,6 +418,7 @@ def test_a_store_that_may_only_be_read(caplog: pytest.LogCaptureFixture) -> None
 
     is_refused = ["yes"]
     store, clock = DictStore(), VirtualClock()
+    store.put(keys.STREAM, b"{}")
     needs = Needs(clock)
     lease = UpstreamLease(ReadOnly(store), needs, clock)
     for version in (5, 4, 3):
@@ -445,6 +446,7 @@ def test_a_store_that_may_only_be_read(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_need_outlives_a_store_that_fails_once() -> None:
     store = DictStore()
+    store.put(keys.STREAM, b"{}")
     needs = Needs()
     is_broken = True
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from thinwire.follow import CheckpointSink, Follower, open_stream
-from thinwire.hub import Hub
+from thinwire.hub import FleetLimits, Hub, HubLimits
 from thinwire.publish import Publisher
 from thinwire.report import HubClient
 from thinwire.stream.events import Event
@@ -171,11 +171,16 @@ class RealHub:
         self.begin()
 
     def begin(self) -> None:
-        self._hub = Hub({NAME: self._stream_url}, tokens=self._tokens, poll_s=0.05)
+        # It judges at once: nobody is there that it does not know yet.
+        limits = HubLimits(fleet=FleetLimits(settle_s=0))
+        self._hub = Hub({NAME: self._stream_url}, tokens=self._tokens, poll_s=0.05, limits=limits)
         self._hub.start()
-        limits = Limits(stop_within_s=1)
         self._listener = Listener(
-            self._hub.app, "127.0.0.1", self._port, tls=self._tls, limits=limits
+            self._hub.app,
+            "127.0.0.1",
+            self._port,
+            tls=self._tls,
+            limits=Limits(stop_within_s=1),
         )
         self.url = self._listener.url
         self._port = int(self.url.rpartition(":")[2])

@@ -53,6 +53,7 @@ def test_woken_though_it_never_polls(tmp_path: Path) -> None:
             )["beat"]
             assert (beat["region"], beat["engine"], beat["step"]) == ("eu", "folder", 30)
             assert beat["is_ready"]
+            assert beat["digest"] == hub.get("")["head"]["digest"]
             assert beat["fetched_bytes"] == sum(
                 event.payload_bytes for event in rollout.events if hasattr(event, "cached_bytes")
             )
@@ -270,3 +271,26 @@ def test_tokens_that_are_none(token: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         client_of("http://hub", token=token)
     assert token not in str(caught.value)
+
+
+def test_a_late_goodbye_is_none(tmp_path: Path) -> None:
+    """By then the name may be in use again, by the next process."""
+    from thinwire.report.beating import Sender
+    from thinwire.report.http import Address
+
+    with raw(r1=answer(204)) as hub:
+        for within_s, count in ((0.0, 0), (-1.0, 0), (5.0, 1)):
+            sender = Sender(Address.of(hub.url), NAME, hub.url, 5.0, threading.Event())
+            sender.close(None, "r1", is_there=True, within_s=within_s)
+            assert len(hub.of("r1")) == count
+
+
+def test_a_client_that_hung_says_no_goodbye(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.report.client._END_S", 0.0)
+    with training(tmp_path) as trainer, raw(heartbeats=heard(), r1=answer(204)) as hub:
+        with rolling(trainer.url, tmp_path / "f", client_of(hub.url)):
+            eventually(lambda: hub.of("heartbeats"))
+        eventually(lambda: not [t for t in threading.enumerate() if t.name == "thinwire-report"])
+        assert hub.of("r1") == []

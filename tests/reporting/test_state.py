@@ -127,6 +127,29 @@ def test_an_update_from_its_beginning_to_its_end() -> None:
     assert (note.version, note.fetched_bytes, note.age_s, note.is_ok) == (2, 60, 2.0, True)
 
 
+def test_the_digest_is_that_of_what_is_served() -> None:
+    made = state()
+    made.begin(Place(OURS, 1), 10, "1" * 12, is_driven=False)
+    assert made.beat(now()).digest == "1" * 12
+    made.held_digest = "2" * 12
+    take(made, applied(2))
+    assert made.beat(now()).digest == "2" * 12
+    made.held_digest = ""  # it could not be read: the one before is not its
+    take(made, applied(3))
+    assert (made.beat(now()).version, made.beat(now()).digest) == (3, "")
+
+
+def test_the_digest_of_an_engine_is_in_its_label() -> None:
+    made = state(is_driven=True)
+    made.held_digest = "2" * 12
+    take(made, applied(2), replace(engine_updated(2), label="2-" + "a" * 12))
+    assert made.beat(now()).digest == "a" * 12
+    take(made, replace(engine_updated(2), label="of somebody else's"))
+    assert made.beat(now()).digest == ""
+    take(made, replace(engine_updated(2), label="2-" + "a" * 12), engine_failed(3, None))
+    assert made.beat(now()).digest == ""
+
+
 def test_looks_that_find_nothing_are_no_news() -> None:
     made = state(held=1)
     assert take(made, caught_up(1), caught_up(1)) == [News.CHANGE, News.NONE]

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from thinwire.errors import InvalidArgument, StoreError
+from thinwire.errors import InvalidArgument, NotFound, StoreError
 from thinwire.web import Limits, Listener, Tls
 from thinwire.web.protocol import GuardedProtocol
 
@@ -225,7 +225,8 @@ def test_tls_files_that_are_none(tmp_path: Path) -> None:
     files = make_certificate(tmp_path)
     with pytest.raises(InvalidArgument, match="no certificate and its key"):
         Listener(APP, "127.0.0.1", 0, tls=Tls(certificate=files.key, key=files.certificate))
-    with pytest.raises(InvalidArgument, match="No such file"):
+    # Not there yet, as before a mount: no reason to give up for good.
+    with pytest.raises(NotFound, match="No such file"):
         Listener(APP, "127.0.0.1", 0, tls=Tls(certificate=tmp_path / "no", key=files.key))
 
 
@@ -255,3 +256,14 @@ def make_certificate(folder: Path) -> Tls:
         )
     )
     return Tls(certificate=certificate_path, key=key_path)
+
+
+def test_fewer_files_than_connections_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("thinwire.web.listener.resource.getrlimit", lambda _: (300, 300))
+    monkeypatch.setattr("thinwire.web.listener.resource.setrlimit", lambda *_: None)
+    with listening(limits=Limits(connections=40)):
+        assert caplog.text == ""
+    with listening(limits=Limits(connections=1000)):
+        assert "takes 44 connections of the 1000" in caplog.text

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import InvalidArgument, NotFound
-from thinwire.web import Role, Tokens, check_exposure, is_loopback, read_token
+from thinwire.web import NotAllowed, Role, Tokens, check_exposure, is_loopback, read_token
 
 READ, FOLLOW, PUBLISH = "r" * 16, "f" * 24, "p" * 512
 
@@ -23,9 +23,9 @@ class TestTokens:
             f"# people\nread {READ} grafana\n\nfollow\t{FOLLOW} # eu\n  publish {PUBLISH}\n",
         )
         assert found
-        assert found.roles_of(f"Bearer {READ}") == {Role.READ}
-        assert found.roles_of(f"bearer  {FOLLOW} ") == {Role.READ, Role.FOLLOW}
-        assert found.roles_of(f"Bearer {PUBLISH}") == {Role.READ, Role.PUBLISH}
+        assert found.grant_of(f"Bearer {READ}").roles == {Role.READ}
+        assert found.grant_of(f"bearer  {FOLLOW} ").roles == {Role.READ, Role.FOLLOW}
+        assert found.grant_of(f"Bearer {PUBLISH}").roles == {Role.READ, Role.PUBLISH}
 
     @pytest.mark.parametrize(
         "header",
@@ -43,11 +43,56 @@ class TestTokens:
         ],
     )
     def test_what_is_no_token(self, tmp_path: Path, header: str) -> None:
-        assert tokens(tmp_path, f"read {READ}").roles_of(header) == frozenset()
+        assert tokens(tmp_path, f"read {READ}").grant_of(header).roles == frozenset()
+
+    def test_for_whom_a_token_may_speak(self, tmp_path: Path) -> None:
+        found = tokens(
+            tmp_path,
+            f"follow {READ} samplers-eu region=eu-* replica=*.eu\nfollow {FOLLOW} region=us\n"
+            f"publish {PUBLISH} trainer of everything\n",
+        )
+        eu, us = (found.grant_of(f"Bearer {token}") for token in (READ, FOLLOW))
+        assert eu.is_for("a.eu", "eu-west")
+        assert us.is_for("whoever", "us")
+        for replica, region in [
+            ("a.eu", "us"),
+            ("a.us", "eu-west"),
+            ("a.eu", ""),
+            ("a.eu", "EU-1"),
+        ]:
+            assert not eu.is_for(replica, region)
+        assert not us.is_for("whoever", "us-east")
+        assert found.grant_of(f"Bearer {PUBLISH}").is_for("any", "")
+        assert Tokens().grant_of("").is_for("any", "anywhere")
+
+    def test_who_is_refused(self, tmp_path: Path) -> None:
+        found = tokens(tmp_path, f"read {READ}\nfollow {FOLLOW}\n")
+        assert Role.FOLLOW in found.check(f"Bearer {FOLLOW}", Role.FOLLOW).roles
+        for header, role, status, says in [
+            ("", Role.READ, 401, "is needed"),
+            (f"Bearer {PUBLISH}", Role.READ, 401, "no token that is known"),
+            (f"Bearer {READ}", Role.FOLLOW, 403, "of the role follow"),
+        ]:
+            with pytest.raises(NotAllowed, match=says) as refused:
+                found.check(header, role)
+            assert refused.value.status == status
+            assert refused.value.hint
+
+    @pytest.mark.parametrize(("mode", "is_told"), [(0o600, False), (0o440, False), (0o644, True)])
+    def test_a_file_that_everybody_may_read_is_told(
+        self, mode: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = tmp_path / "tokens"
+        path.write_text(f"read {READ}")
+        path.chmod(mode)
+        Tokens.read(path)
+        assert len(caplog.records) == is_told
+        assert ("may use the token" in caplog.text) == is_told
+        assert READ not in caplog.text
 
     def test_without_any_everything_is_allowed(self) -> None:
         assert not Tokens()
-        assert Tokens().roles_of("") == frozenset(Role)
+        assert Tokens().grant_of("").roles == frozenset(Role)
 
     @pytest.mark.parametrize(
         ("text", "says"),
@@ -61,6 +106,13 @@ class TestTokens:
             ("read " + "x" * 15 + "\x07", "printable"),
             (f"read {READ}\nfollow {READ}", "line 2: the token stands twice"),
             ("read " + "ä" * 20, "no file of tokens"),
+            (f"follow {READ} eu regions=eu", "'regions=eu' bounds nothing"),
+            (f"follow {READ} region=eu region=us", "line 1: 'region=us' bounds nothing"),
+            (f"follow {READ} region=", "bounds nothing"),
+            (f"follow {READ} region=[eu]", "bounds nothing"),
+            (f"follow {READ} region=*a*b*c*d*e*f*", "bounds nothing"),
+            (f"follow {READ} region=" + "x" * 65, "bounds nothing"),
+            (f"read {READ} region=eu", "bounds nothing"),
             ("\n".join(f"read {number:016d}" for number in range(1001)), "line 1001"),
         ],
     )

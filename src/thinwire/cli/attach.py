@@ -31,9 +31,11 @@ from thinwire.cli.reporting import (
     HubTokenFile,
     HubUrl,
     Region,
+    RelayTokenFile,
     RelayUrl,
     Replica,
     make_client,
+    relay_of,
     reporting,
 )
 from thinwire.cli.signals import stopped_by_signals
@@ -197,6 +199,7 @@ def attach(
     region: Region = None,
     replica: Replica = None,
     relay: RelayUrl = None,
+    relay_token_file: RelayTokenFile = None,
     log_level: LogOption = LogLevel.INFO,
     as_json: JsonLines = False,
 ) -> None:
@@ -223,6 +226,7 @@ def attach(
         ways = [kind.value for kind in way or ()]
         at = endpoint or _ENDPOINTS[engine]
         driven = _engine(engine, at, ways, unfed or [], prove)
+        logger, observer = stack.enter_context(observing(log_level, metrics_port))
         client = make_client(
             hub,
             hub_stream,
@@ -234,10 +238,11 @@ def attach(
             engine=engine.value,
         )
         on_ready = _ready_file(ready_file)
-        logger, observer = stack.enter_context(observing(log_level, metrics_port))
         driver = stack.enter_context(
             Driver(
-                open_stream(stream, trusted_keys=trust or (), relay=relay),
+                open_stream(
+                    stream, trusted_keys=trust or (), relay=relay_of(relay, relay_token_file)
+                ),
                 driven,
                 folder,
                 policy=policy,

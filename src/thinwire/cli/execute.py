@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.errors import InvalidArgument
+from thinwire.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from thinwire.stream.version import Version
@@ -21,7 +21,8 @@ def check_command(command: str | None) -> None:
     """Refuse a command that cannot be run before anything is fetched for it.
 
     Raises:
-        InvalidArgument: It is none, or not there.
+        InvalidArgument: It is none.
+        NotFound: It is not there: its file system may be mounted later.
     """
     if command is None:
         return
@@ -30,7 +31,7 @@ def check_command(command: str | None) -> None:
     except ValueError as error:
         raise InvalidArgument(f"--exec {command[:200]!r} is no command: {error}") from None
     if not words or shutil.which(words[0]) is None:
-        raise InvalidArgument(
+        raise (NotFound if words else InvalidArgument)(
             f"--exec {command[:200]!r} cannot be run: there is no such program",
             hint="Give a program's path, or one on the PATH; for more, --exec 'sh -c \"...\"'",
         )

@@ -33,9 +33,11 @@ from thinwire.cli.reporting import (
     HubTokenFile,
     HubUrl,
     Region,
+    RelayTokenFile,
     RelayUrl,
     Replica,
     make_client,
+    relay_of,
     reporting,
 )
 from thinwire.cli.signals import stopped_by_signals
@@ -122,6 +124,7 @@ def follow(
     region: Region = None,
     replica: Replica = None,
     relay: RelayUrl = None,
+    relay_token_file: RelayTokenFile = None,
     log_level: LogOption = LogLevel.INFO,
     as_json: JsonLines = False,
 ) -> None:
@@ -148,7 +151,8 @@ def follow(
                 "--verify is for whole models: parts of one have no digest to be compared with",
                 hint="Leave one of --verify and --tensors out",
             )
-        stream = open_stream(url, trusted_keys=trust or (), relay=relay)
+        logger, observer = stack.enter_context(observing(log_level, metrics_port))
+        stream = open_stream(url, trusted_keys=trust or (), relay=relay_of(relay, relay_token_file))
         client = make_client(
             hub,
             hub_stream,
@@ -159,7 +163,6 @@ def follow(
             place=folder,
             engine="folder",
         )
-        logger, observer = stack.enter_context(observing(log_level, metrics_port))
         fetched = _FetchedBytes()
         follower = stack.enter_context(
             Follower(

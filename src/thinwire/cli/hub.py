@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from thinwire.cli.access import TlsCertificate, TlsKey, TokensFile, known_tokens, tls_of
 from thinwire.cli.failures import reported
 from thinwire.cli.logs import LogLevel, observing
 from thinwire.cli.options import JsonLines, LogOption, Poll, Trust
@@ -32,19 +32,9 @@ def hub(
         str, typer.Option(help="Where to listen; beyond this machine it needs --tokens.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8765,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(
-            show_default=False,
-            help="A file of bearer tokens, one a line: read, follow or publish, and the token.",
-        ),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(show_default=False, help="A PEM file with the certificate.")
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(show_default=False, help="A PEM file with its key.")
-    ] = None,
+    tokens: TokensFile = None,
+    tls_cert: TlsCertificate = None,
+    tls_key: TlsKey = None,
     poll: Poll = 1.0,
     history: Annotated[
         int, typer.Option(min=1, max=10_000, help="How many versions of each stream are shown.")
@@ -70,7 +60,7 @@ def hub(
     with reported(as_json, is_lines=True), ExitStack() as stack:
         try:
             from thinwire.hub import LOOK_RETRY_S, Hub, Rule
-            from thinwire.web import Limits, Listener, Tls, Tokens, check_exposure
+            from thinwire.web import Limits, Listener
         except ImportError as error:
             raise InvalidArgument(
                 f"a hub needs {error.name}, which is not installed",
@@ -79,20 +69,13 @@ def hub(
         from thinwire.follow import open_stream
         from thinwire.report.naming import named_streams
 
-        known = Tokens() if tokens is None else Tokens.read(tokens)
-        check_exposure(host, bool(known), option="--tokens")
-        if (tls_cert is None) != (tls_key is None):
-            raise InvalidArgument(
-                "--tls-cert and --tls-key belong together", hint="Give both, or none"
-            )
-        tls = None
-        if tls_cert is not None and tls_key is not None:
-            tls = Tls(certificate=tls_cert, key=tls_key)
+        tls = tls_of(tls_cert, tls_key)
+        logger, _ = stack.enter_context(observing(log_level))
+        known = known_tokens(tokens, host)
         streams = {
             name: open_stream(url, trusted_keys=trust or (), retry_s=LOOK_RETRY_S)
             for name, url in named_streams(stream).items()
         }
-        logger, _ = stack.enter_context(observing(log_level))
         service = Hub(
             streams,
             tokens=known,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from thinwire.cli.access import TlsCertificate, TlsKey, TokensFile, known_tokens, tls_of
 from thinwire.cli.failures import reported
 from thinwire.cli.logs import LogLevel, observing
 from thinwire.cli.options import JsonLines, LogOption, Poll, Trust, parse_size
@@ -52,19 +53,9 @@ def relay(
             help="Where to listen; port 0: any free one. Beyond this machine it needs --tokens.",
         ),
     ] = "127.0.0.1:8766",
-    tokens: Annotated[
-        Path | None,
-        typer.Option(
-            show_default=False,
-            help="A file of bearer tokens, one a line: read, follow or publish, and the token.",
-        ),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(show_default=False, help="A PEM file with the certificate.")
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(show_default=False, help="A PEM file with its key.")
-    ] = None,
+    tokens: TokensFile = None,
+    tls_cert: TlsCertificate = None,
+    tls_key: TlsKey = None,
     prefetch: Annotated[
         bool,
         typer.Option(
@@ -90,7 +81,7 @@ def relay(
     with reported(as_json, is_lines=True), ExitStack() as stack:
         try:
             from thinwire.relay.server import RESERVED_NAMES, RelayApp
-            from thinwire.web import Limits, Listener, Tls, Tokens, check_exposure
+            from thinwire.web import Limits, Listener
         except ImportError as error:
             raise InvalidArgument(
                 f"a relay needs {error.name}, which is not installed",
@@ -102,15 +93,9 @@ def relay(
         from thinwire.store import open_store
 
         host, port = _host_and_port(listen)
-        known = Tokens() if tokens is None else Tokens.read(tokens)
-        check_exposure(host, bool(known), option="--tokens")
-        if (tls_cert is None) != (tls_key is None):
-            raise InvalidArgument(
-                "--tls-cert and --tls-key belong together", hint="Give both, or none"
-            )
-        tls = None
-        if tls_cert is not None and tls_key is not None:
-            tls = Tls(certificate=tls_cert, key=tls_key)
+        tls = tls_of(tls_cert, tls_key)
+        logger, _ = stack.enter_context(observing(log_level))
+        known = known_tokens(tokens, host)
         streams = named_streams(stream)
         if reserved := RESERVED_NAMES & set(streams):
             raise InvalidArgument(
@@ -124,7 +109,6 @@ def relay(
             )
         stack.callback(os.close, own(cache))
         folders = Folders.at(cache, limit_bytes)
-        logger, _ = stack.enter_context(observing(log_level))
         if not trust:
             logger.warning(
                 "without --trust nothing proves records: followers without keys of their own read "

@@ -15,6 +15,7 @@ from thinwire.errors import InvalidArgument
 if TYPE_CHECKING:
     from thinwire.report import HubClient, HubNotifier
     from thinwire.report.client import Driving, Following
+    from thinwire.store import Store
 
 TOKEN_VARIABLE = "THINWIRE_HUB_TOKEN"
 _PANEL = "Regions"
@@ -78,10 +79,37 @@ RelayUrl = Annotated[
         rich_help_panel=_PANEL,
         show_default=False,
         help="A relay nearby to read through, such as http://127.0.0.1:8766/NAME; the stream "
-        "itself is read while the relay is away, or gives what does not verify. Its token is read "
-        "from THINWIRE_HTTP_TOKEN or the file of THINWIRE_HTTP_TOKEN_FILE.",
+        "itself is read while the relay is away, or gives what does not verify.",
     ),
 ]
+RelayTokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--relay-token-file",
+        rich_help_panel=_PANEL,
+        show_default=False,
+        help="A file with the bearer token for the relay; default: what THINWIRE_HTTP_TOKEN or the "
+        "file of THINWIRE_HTTP_TOKEN_FILE holds.",
+    ),
+]
+
+
+def relay_of(relay: str | None, token_file: Path | None) -> Store | None:
+    """The relay of the options, to read through; None: they name none.
+
+    Raises:
+        InvalidArgument: The URL or the token is none, or the token is given without ``--relay``.
+        StoreError: The token's file cannot be read.
+    """
+    if relay is None:
+        if token_file is not None:
+            raise InvalidArgument(
+                "--relay-token-file is for --relay", hint="Give --relay URL, or leave it out"
+            )
+        return None
+    from thinwire.follow.relays import open_relay
+
+    return open_relay(relay, token_file)
 
 
 def make_client(

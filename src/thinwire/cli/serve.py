@@ -26,9 +26,11 @@ from thinwire.cli.reporting import (
     HubTokenFile,
     HubUrl,
     Region,
+    RelayTokenFile,
     RelayUrl,
     Replica,
     make_client,
+    relay_of,
 )
 from thinwire.cli.signals import stopped_by_signals, terminable
 from thinwire.errors import InvalidArgument
@@ -113,6 +115,7 @@ def serve(
     region: Region = None,
     replica: Replica = None,
     relay: RelayUrl = None,
+    relay_token_file: RelayTokenFile = None,
     log_level: LogOption = LogLevel.INFO,
     as_json: JsonLines = False,
 ) -> None:
@@ -131,6 +134,7 @@ def serve(
                 f"serving needs {error.name}, which is not installed",
                 hint="pip install 'thinwire[serve]'",
             ) from error
+        logger, observer = stack.enter_context(observing(log_level, metrics_port))
         token = "" if token_file is None else read_token(token_file)
         check_exposure(host, bool(token))
         settings = Settings(
@@ -150,9 +154,10 @@ def serve(
             base=base,
             accept_new_lineages=accept_new_lineages,
             trusted_keys=trust or (),
-            relay=relay,
+            relay=relay_of(relay, relay_token_file),
             token=token,
         )
+        # With neither a folder nor a port, nothing is the same after a restart.
         client = make_client(
             hub,
             hub_stream,
@@ -163,7 +168,6 @@ def serve(
             place=folder or f"http://{host}:{port or os.getpid()}",
             engine="torch",
         )
-        logger, observer = stack.enter_context(observing(log_level, metrics_port))
         with terminable():
             app = stack.enter_context(serving(settings, logger, observer, client))
         listener = Listener(app, host, port)

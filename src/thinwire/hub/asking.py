@@ -15,7 +15,8 @@ from thinwire.hub.answers import ApiError
 
 _BODY_WITHIN_S = 30.0
 _INTEGER = re.compile(r"-?[0-9]{1,16}")
-_NUMBER = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
+# As JSON writes them, or a person; floats have up to 17 digits after some zeros.
+_NUMBER = re.compile(r"[+-]?[0-9]{1,17}(?:\.[0-9]{1,40})?(?:[eE][+-]?[0-9]{1,3})?")
 _SHOWN_CHARS = 60
 
 _T = TypeVar("_T")

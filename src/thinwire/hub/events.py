@@ -35,7 +35,7 @@ class Ended(Exception):
     """No listeners are taken any more."""
 
 
-class Listening:
+class Ear:
     """One listener's messages; lives on the fan-out's event loop.
 
     Args:
@@ -93,7 +93,7 @@ class Fanout:
         self._limit = limit
         self._on_tick = on_tick
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._listenings: set[Listening] = set()
+        self._ears: set[Ear] = set()
         self._waiters: set[asyncio.Future[None]] = set()
         self._has_timer = False
         self._tick_count = 0
@@ -103,14 +103,14 @@ class Fanout:
     @property
     def listening_count(self) -> int:
         """How many listen to events."""
-        return len(self._listenings)
+        return len(self._ears)
 
     @property
     def waiting_count(self) -> int:
         """How many wait for a version."""
         return len(self._waiters)
 
-    def listen(self, *, hears_replicas: bool = True) -> Listening:
+    def listen(self, *, hears_replicas: bool = True) -> Ear:
         """Begin to listen to events.
 
         Args:
@@ -121,16 +121,16 @@ class Fanout:
             Ended: The hub is about to stop.
         """
         self._enter()
-        listening = Listening(self._tick_count, hears_replicas)
-        self._listenings.add(listening)
+        ear = Ear(self._tick_count, hears_replicas)
+        self._ears.add(ear)
         if not self._has_timer:
             self._has_timer = True
             asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        return listening
+        return ear
 
-    def leave(self, listening: Listening) -> None:
+    def leave(self, ear: Ear) -> None:
         """End listening."""
-        self._listenings.discard(listening)
+        self._ears.discard(ear)
 
     def wait(self) -> asyncio.Future[None]:
         """Done at the next version; to be given to :meth:`forget` in any case.
@@ -170,8 +170,8 @@ class Fanout:
 
     def _let_go(self) -> None:
         self._wake_waiters()
-        for listening in self._listenings:
-            listening.drop()
+        for ear in self._ears:
+            ear.drop()
 
     def _wake_waiters(self) -> None:
         for waiter in self._waiters:
@@ -182,8 +182,8 @@ class Fanout:
     def _announce(self, message: Message) -> None:
         # Long polls first: their followers have to ask again.
         self._wake_waiters()
-        for listening in self._listenings:
-            listening.put(message)
+        for ear in self._ears:
+            ear.put(message)
 
     def _enter(self) -> None:
         if self._is_ended:
@@ -191,15 +191,15 @@ class Fanout:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop = loop
-            self._listenings.clear()
+            self._ears.clear()
             self._waiters.clear()
             self._has_timer = False
-        if len(self._listenings) + len(self._waiters) >= self._limit:
+        if len(self._ears) + len(self._waiters) >= self._limit:
             raise TooMany
 
     def _tick(self) -> None:
         """Once a second while somebody listens to events."""
-        if not self._listenings or asyncio.get_running_loop() is not self._loop:
+        if not self._ears or asyncio.get_running_loop() is not self._loop:
             self._has_timer = False
             self._replica_changes = 0
             return
@@ -208,10 +208,10 @@ class Fanout:
         if self._replica_changes:
             data = b'event: replicas\ndata: {"changed":%d}\n\n' % self._replica_changes
             self._replica_changes = 0
-            for listening in self._listenings:
-                if listening.hears_replicas:
-                    listening.put(Message(0, data))
-        for listening in self._listenings:
-            if (self._tick_count - listening.since_ticks) % _ALIVE_EVERY_TICKS == 0:
-                listening.put(Message(0, _ALIVE))
+            for ear in self._ears:
+                if ear.hears_replicas:
+                    ear.put(Message(0, data))
+        for ear in self._ears:
+            if (self._tick_count - ear.since_ticks) % _ALIVE_EVERY_TICKS == 0:
+                ear.put(Message(0, _ALIVE))
         asyncio.get_running_loop().call_later(TICK_S, self._tick)

@@ -99,9 +99,10 @@ class Facade:
 
     def _board(self, request: Request) -> Board:
         read_query(request, ())
-        for header in (_MODEL, _DEPLOYMENT):
-            if header not in request.headers:
-                raise ApiError(400, "invalid-argument", f"the header {header} is missing")
+        for header in _HEADERS:
+            if header.name not in request.headers:
+                raise ApiError(400, "invalid-argument", f"the header {header.name} is missing")
+            header.read(request.headers[header.name])
         name = request.headers[_DEPLOYMENT].rpartition("/")[2]
         board = self._boards.get(name)
         if board is None:

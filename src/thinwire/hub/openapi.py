@@ -17,7 +17,7 @@ from thinwire.report.messages import NAME_PATTERN
 _FAULTS = {
     400: "The request is malformed.",
     401: "A token is needed.",
-    403: "The token has another role.",
+    403: "The token has another role, or is for other replicas.",
     404: "There is no such stream or replica.",
     408: "The body did not come in time.",
     413: "The body is too long.",

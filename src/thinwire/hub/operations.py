@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from thinwire.hub.answers import ApiError, answer_nothing
 from thinwire.hub.asking import Parameter
-from thinwire.web import Role, Tokens, is_local_host
+from thinwire.web import Grant, NotAllowed, Role, Tokens, is_local_host
 
 
 class Reply(Protocol):
@@ -101,30 +101,18 @@ class Guard:
             "Ask for localhost or 127.0.0.1, or give the hub --tokens",
         )
 
-    def check(self, request: Request, role: Role | None) -> None:
-        """Whether a request may do what needs a role.
+    def check(self, request: Request, role: Role | None) -> Grant:
+        """What a request may do, which must be what needs a role.
 
         Raises:
             ApiError: It may not.
         """
         if role is None:
-            return
-        roles = self.tokens.roles_of(request.headers.get("authorization", ""))
-        if not roles:
-            is_given = "authorization" in request.headers
-            raise ApiError(
-                401,
-                "access-denied",
-                "this is no token that is known here" if is_given else "a bearer token is needed",
-                "Send `Authorization: Bearer TOKEN` with a token of the hub's file",
-            )
-        if role not in roles:
-            raise ApiError(
-                403,
-                "access-denied",
-                f"this token may not do that: it takes one of the role {role}",
-                f"Use a token whose line in the hub's file begins with {role}",
-            )
+            return Grant()
+        try:
+            return self.tokens.check(request.headers.get("authorization", ""), role)
+        except NotAllowed as refused:
+            raise ApiError(refused.status, "access-denied", refused.message, refused.hint) from None
 
 
 def routes_of(operations: Sequence[Operation], guard: Guard) -> list[Route]:
@@ -176,7 +164,7 @@ class _Path:
             raise ApiError(
                 405, "invalid-argument", "this path knows no such method", f"Use {self._allow}"
             )
-        self._guard.check(request, operation.role)
+        request.state.grant = self._guard.check(request, operation.role)
         if request.method == "HEAD" and operation.is_open_ended:
             return answer_nothing(200)
         return await operation.act(request)

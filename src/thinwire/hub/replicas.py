@@ -138,7 +138,7 @@ class Fleet:
             if seen.beat.region != beat.region:
                 self._count_region(seen.beat.region, -1)
                 self._count_region(beat.region, 1)
-            if (seen.beat.lineage, seen.beat.version) != (beat.lineage, beat.version):
+            if _served(seen.beat) != _served(beat):
                 seen.version_s = now_s
             seen.beat, seen.seen_s, seen.lost_after_s = kept, now_s, lost_after_s
             seen.is_lost = False
@@ -196,6 +196,10 @@ class Fleet:
             self._region_sizes[region] = size
         else:
             self._region_sizes.pop(region, None)
+
+
+def _served(beat: Heartbeat) -> tuple[str, int, str]:
+    return beat.lineage, beat.version, beat.digest
 
 
 def _visible(beat: Heartbeat) -> Heartbeat:

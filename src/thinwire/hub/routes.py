@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 
@@ -20,131 +21,61 @@ from thinwire.hub.bodies import (
     Updates,
     Versions,
 )
-from thinwire.hub.listening import EventReply, Known, wait_for_newer
-from thinwire.hub.operations import Answered, Operation, Reply
+from thinwire.hub.operations import Act, Answered, Operation, Reply
+from thinwire.hub.parameters import (
+    EVENTS,
+    LISTED_REPLICAS,
+    LISTED_UPDATES,
+    LISTED_VERSIONS,
+    READY,
+    WAIT,
+)
 from thinwire.hub.replicas import FleetFull
 from thinwire.hub.status import Rule, counts_of
+from thinwire.hub.waiting import EventReply, Known, wait_for_newer
 from thinwire.report.messages import (
     MAX_HEARTBEAT_BYTES,
-    NAME_PATTERN,
     Answer,
     Heartbeat,
     StreamStatus,
     VersionNote,
 )
-from thinwire.web import Role
+from thinwire.web import Grant, Role
 
-MAX_WAIT_S = 60.0
-_MAX_LIMIT = 1000
-_MAX_VERSION = 10**12 - 1
 # While what somebody said of a version cannot be seen in the bucket yet.
 _CLOSE_S = 2.0
-_LINEAGE_PATTERN = r"^(?:[0-9a-f]{32})?$"
-
-_AFTER = Parameter(
-    name="after", kind="string", about="Names after this one.", pattern=NAME_PATTERN, default=""
-)
-_REGION = Parameter(name="region", kind="string", about="Only this region.", pattern=NAME_PATTERN)
-_WAIT = (
-    Parameter(
-        name="lineage",
-        kind="string",
-        about="The lineage of what is known.",
-        pattern=_LINEAGE_PATTERN,
-        default="",
-    ),
-    Parameter(
-        name="after",
-        kind="integer",
-        about="The version that is known; 0: none.",
-        minimum=0,
-        maximum=_MAX_VERSION,
-        default=0,
-    ),
-    Parameter(
-        name="timeout_s",
-        kind="number",
-        about="How long to wait.",
-        minimum=0,
-        maximum=MAX_WAIT_S,
-        default=30.0,
-    ),
-)
-_EVENTS = (
-    Parameter(
-        name="only",
-        kind="string",
-        about="`versions`: nothing is told of replicas.",
-        pattern="^versions$",
-    ),
-)
-_READY = (
-    Parameter(
-        name="max_staleness_steps",
-        kind="integer",
-        about="How far behind a replica may be; default: the hub's rule.",
-        minimum=0,
-        maximum=2**53 - 1,
-    ),
-    Parameter(name="replica", kind="string", about="Only this one.", pattern=NAME_PATTERN),
-    _REGION,
-    Parameter(
-        name="share",
-        kind="number",
-        about="How many of all must be ready.",
-        minimum=0,
-        maximum=1,
-        default=1.0,
-    ),
-    Parameter(
-        name="min_count",
-        kind="integer",
-        about="How many must be ready at least.",
-        minimum=1,
-        maximum=_MAX_VERSION,
-        default=1,
-    ),
-    Parameter(
-        name="published",
-        kind="integer",
-        about="A version that was published: not ready before the hub has read it, or a later one."
-        " How far behind that replicas may be says max_staleness_steps.",
-        minimum=0,
-        maximum=_MAX_VERSION,
-        default=0,
-    ),
-    Parameter(
-        name="lost",
-        kind="string",
-        about="`ignore`: those that are lost do not count; else they are not ready.",
-        pattern="^ignore$",
-    ),
-)
 
 
-def _limit(default: int) -> Parameter:
-    return Parameter(
-        name="limit",
-        kind="integer",
-        about="How many at most.",
-        minimum=1,
-        maximum=_MAX_LIMIT,
-        default=default,
+def _check_own(request: Request, board: Board, replica: str, region: str | None = None) -> None:
+    """Whether a request's token may speak for a replica, where it is and where it was.
+
+    Raises:
+        ApiError: It may not.
+    """
+    grant: Grant = request.state.grant
+    for one in (region, board.region_of(replica)):
+        if one is not None and not grant.is_for(replica, one):
+            raise ApiError(
+                403,
+                "access-denied",
+                f"this token may not speak for {replica[:64]!r} in the region {one!r}",
+                f"It is for replicas {grant.replica} in regions {grant.region}",
+            )
+
+
+def _showing(
+    path: str, about: str, act: Act, kind: Any, parameters: tuple[Parameter, ...] = ()
+) -> Operation:
+    """What shows something to whoever may read."""
+    return Operation(
+        method="GET",
+        path=path,
+        role=Role.READ,
+        about=about,
+        act=act,
+        parameters=parameters,
+        answers={200: Answered(about="What was asked for.", kind=kind)},
     )
-
-
-_LISTED_VERSIONS = (
-    _limit(100),
-    Parameter(
-        name="before",
-        kind="integer",
-        about="Only versions before this one.",
-        minimum=1,
-        maximum=_MAX_VERSION,
-    ),
-)
-_LISTED_REPLICAS = (_REGION, _limit(200), _AFTER)
-_LISTED_UPDATES = (_limit(200),)
 
 
 class Routes:
@@ -169,7 +100,6 @@ class Routes:
     def operations(self) -> list[Operation]:
         """All of them."""
         stream = "/v1/streams/{stream}"
-        read = Role.READ
         return [
             Operation(
                 method="GET",
@@ -179,38 +109,50 @@ class Routes:
                 act=self._health,
                 answers={200: Answered(about="It does.", kind=Health)},
             ),
-            Operation(
-                method="GET",
-                path="/v1/streams",
-                role=read,
-                about="All streams.",
-                act=self._streams,
-                answers={200: Answered(about="They are.", kind=Streams)},
+            _showing("/v1/streams", "All streams.", self._streams, Streams),
+            _showing(
+                stream, "A stream: its head, replicas and regions.", self._stream, StreamStatus
+            ),
+            _showing(
+                f"{stream}/versions",
+                "A stream's versions, newest first.",
+                self._versions,
+                Versions,
+                LISTED_VERSIONS,
+            ),
+            _showing(
+                f"{stream}/replicas",
+                "A stream's replicas, by name; as they were up to a second ago.",
+                self._replicas,
+                Replicas,
+                LISTED_REPLICAS,
+            ),
+            _showing(
+                f"{stream}/updates",
+                "Updates that replicas finished, newest first.",
+                self._updates,
+                Updates,
+                LISTED_UPDATES,
             ),
             Operation(
                 method="GET",
-                path=stream,
-                role=read,
-                about="A stream: its head, replicas and regions.",
-                act=self._stream,
-                answers={200: Answered(about="It is.", kind=StreamStatus)},
-            ),
-            Operation(
-                method="GET",
-                path=f"{stream}/versions",
-                role=read,
-                about="A stream's versions, newest first.",
-                act=self._versions,
-                parameters=_LISTED_VERSIONS,
-                answers={200: Answered(about="They are.", kind=Versions)},
+                path=f"{stream}/ready",
+                role=Role.READ,
+                about="Whether replicas are ready and fresh enough.",
+                act=self._ready,
+                parameters=READY,
+                answers={
+                    200: Answered(about="They are.", kind=Readiness),
+                    503: Answered(about="They are not.", kind=Readiness),
+                },
             ),
             Operation(
                 method="GET",
                 path=f"{stream}/wait",
-                role=read,
+                role=Role.READ,
                 about="Wait until the head is newer than a version.",
                 act=self._wait,
-                parameters=_WAIT,
+                parameters=WAIT,
                 answers={
                     200: Answered(about="The head.", kind=VersionNote),
                     204: Answered(about="There was no newer one in time."),
@@ -220,10 +162,10 @@ class Routes:
             Operation(
                 method="GET",
                 path=f"{stream}/events",
-                role=read,
+                role=Role.READ,
                 about="The head and each version from now on, and that replicas changed.",
                 act=self._events,
-                parameters=_EVENTS,
+                parameters=EVENTS,
                 answers={200: Answered(about="Events.", media_type="text/event-stream")},
                 is_open_ended=True,
             ),
@@ -253,36 +195,6 @@ class Routes:
                 act=self._leave,
                 answers={204: Answered(about="It is forgotten.")},
             ),
-            Operation(
-                method="GET",
-                path=f"{stream}/replicas",
-                role=read,
-                about="A stream's replicas, by name.",
-                act=self._replicas,
-                parameters=_LISTED_REPLICAS,
-                answers={200: Answered(about="They are.", kind=Replicas)},
-            ),
-            Operation(
-                method="GET",
-                path=f"{stream}/ready",
-                role=read,
-                about="Whether replicas are ready and fresh enough.",
-                act=self._ready,
-                parameters=_READY,
-                answers={
-                    200: Answered(about="They are.", kind=Readiness),
-                    503: Answered(about="They are not.", kind=Readiness),
-                },
-            ),
-            Operation(
-                method="GET",
-                path=f"{stream}/updates",
-                role=read,
-                about="Updates that replicas finished, newest first.",
-                act=self._updates,
-                parameters=_LISTED_UPDATES,
-                answers={200: Answered(about="They are.", kind=Updates)},
-            ),
         ]
 
     def _board(self, request: Request) -> Board:
@@ -311,19 +223,19 @@ class Routes:
 
     async def _versions(self, request: Request) -> Reply:
         board = self._board(request)
-        asked = read_query(request, _LISTED_VERSIONS)
+        asked = read_query(request, LISTED_VERSIONS)
         return answer_json(Versions(board.versions(asked["limit"], asked["before"])))
 
     async def _wait(self, request: Request) -> Reply:
         board = self._board(request)
-        asked = read_query(request, _WAIT)
+        asked = read_query(request, WAIT)
         known = Known(asked["lineage"], asked["after"])
         wake = partial(self._wake, board.name, _CLOSE_S)
         return await wait_for_newer(request, board, known, asked["timeout_s"], wake)
 
     async def _events(self, request: Request) -> Reply:
         board = self._board(request)
-        asked = read_query(request, _EVENTS)
+        asked = read_query(request, EVENTS)
         return EventReply(board, hears_replicas=asked["only"] is None)
 
     async def _signal(self, request: Request) -> Reply:
@@ -337,6 +249,7 @@ class Routes:
     async def _beat(self, request: Request) -> Reply:
         board = self._board(request)
         beat = await read_body(request, Heartbeat, MAX_HEARTBEAT_BYTES)
+        _check_own(request, board, beat.replica, beat.region)
         try:
             answer = board.beat(beat)
         except FleetFull as error:
@@ -350,13 +263,14 @@ class Routes:
     async def _leave(self, request: Request) -> Reply:
         board = self._board(request)
         name = request.path_params["replica"]
+        _check_own(request, board, name)
         if not board.leave(name):
             raise ApiError(404, "not-found", f"no replica is called {name[:64]!r} here")
         return answer_nothing()
 
     async def _replicas(self, request: Request) -> Reply:
         board = self._board(request)
-        asked = read_query(request, _LISTED_REPLICAS)
+        asked = read_query(request, LISTED_REPLICAS)
         statuses = board.statuses()
         if asked["region"] is not None:
             statuses = [one for one in statuses if one.beat.region == asked["region"]]
@@ -367,7 +281,7 @@ class Routes:
 
     async def _ready(self, request: Request) -> Reply:
         board = self._board(request)
-        asked = read_query(request, _READY)
+        asked = read_query(request, READY)
         rule = self._rule
         if asked["max_staleness_steps"] is not None:
             rule = rule._replace(max_staleness_steps=asked["max_staleness_steps"])
@@ -395,5 +309,5 @@ class Routes:
 
     async def _updates(self, request: Request) -> Reply:
         board = self._board(request)
-        asked = read_query(request, _LISTED_UPDATES)
+        asked = read_query(request, LISTED_UPDATES)
         return answer_json(Updates(board.updates(asked["limit"])))

@@ -61,17 +61,25 @@ def status_of(
         looked_s: When the stream was last read, by the clock of ``seen``.
     """
     beat = seen.beat
-    staleness = UNKNOWN
+    state, staleness, doubt = seen.state(now_s), UNKNOWN, ""
     if beat.kind == "replica":
         head = history.head
         if head is None or beat.version <= head.version or is_believed(seen, looked_s):
-            staleness = history.staleness(beat.lineage, beat.version, beat.step, now_ms)
+            doubt = history.doubt(beat.lineage, beat.version, beat.digest)
+            staleness = history.staleness(
+                beat.lineage, beat.version, beat.step, now_ms, beat.digest
+            )
+        else:
+            doubt = f"the stream has no version {beat.version}: its newest is {head.version}"
+    if doubt and state in _SERVING:
+        state = "unready"
     return ReplicaStatus(
         beat=beat,
-        state=seen.state(now_s),
+        state=state,
         staleness_steps=staleness.steps,
         staleness_s=staleness.seconds,
         seen_s=max(0.0, now_s - seen.seen_s),
+        doubt=doubt,
     )
 
 
@@ -138,6 +146,11 @@ def judge(statuses: Iterable[ReplicaStatus], rule: Rule) -> Readiness:
             f"{' and' if count else ', let alone'} at most {rule.max_staleness_steps} steps behind"
         )
     text += f"; {needed} must be"
+    doubtful = [one for one in here if one.doubt]
+    if doubtful:
+        first = doubtful[0]
+        text += f"; {len(doubtful)} serve what is not the stream's, as {first.beat.replica}: "
+        text += first.doubt
     if lost_count:
         text += f"; {lost_count} more are lost" if rule.ignores_lost else f"; {lost_count} are lost"
     return Readiness(ready_count >= needed, text, ready_count, count)

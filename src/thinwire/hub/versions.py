@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from typing import NamedTuple
 
-from thinwire.report.messages import MAX_COUNT, VersionNote
+from thinwire.report.messages import DIGEST_CHARS, MAX_COUNT, VersionNote
+from thinwire.stream.encoding import digest_of_record
 from thinwire.stream.records import Manifest
 
 MAX_IDENTITY_CHARS = 128
@@ -45,6 +46,7 @@ def note_of(manifest: Manifest) -> VersionNote:
         changed_count=manifest.changed_count,
         word_count=manifest.word_count,
         identity=identity if is_usable else "",
+        digest=digest_of_record(manifest)[:DIGEST_CHARS],
     )
 
 
@@ -127,7 +129,34 @@ class History:
         stop = len(self._numbers) if before is None else bisect_left(self._numbers, before)
         return [self._notes[n] for n in reversed(self._numbers[max(0, stop - limit) : stop])]
 
-    def staleness(self, lineage: str, version: int, step: int | None, now_ms: int) -> Staleness:
+    def doubt(self, lineage: str, version: int, digest: str) -> str:
+        """Why a version is none of the stream's; empty: it is one, or may be.
+
+        Args:
+            lineage: Its lineage.
+            version: Its number; 0: none.
+            digest: The beginning of its manifest's digest; empty: that is not known.
+        """
+        head = self.head
+        if head is None or version == 0 or version > head.version:
+            return ""
+        at = bisect_left(self._numbers, version)
+        # The numbers of a lineage follow each other: in a hole are those of the versions around it.
+        is_known = self._numbers[at] == version
+        around = [self._notes[number] for number in self._numbers[max(0, at - 1) : at + 1]]
+        if is_known:
+            around = around[-1:]
+        if all(lineage != one.lineage for one in around):
+            return f"the stream's version {version} is of another lineage"
+        if is_known and digest and around[0].digest and digest != around[0].digest:
+            return (
+                f"the stream's version {version} is another one: {around[0].digest}, not {digest}"
+            )
+        return ""
+
+    def staleness(
+        self, lineage: str, version: int, step: int | None, now_ms: int, digest: str = ""
+    ) -> Staleness:
         """How far a version is behind the head.
 
         Args:
@@ -135,22 +164,17 @@ class History:
             version: Its number; 0: none.
             step: Its step as whoever serves it says; that of the history counts more.
             now_ms: The time.
+            digest: The beginning of its manifest's digest; empty: that is not known.
         """
         head = self.head
-        if head is None or version == 0:
+        if head is None or version == 0 or self.doubt(lineage, version, digest):
             return UNKNOWN
         if version >= head.version:
             # A replica may be faster than the hub; but only on the lineage that goes on.
             return Staleness(0, 0.0) if lineage == head.lineage else UNKNOWN
-        place = bisect_right(self._numbers, version)
-        following = self._notes[self._numbers[place]]
-        before = self._notes[self._numbers[place - 1]] if place else following
-        # The numbers of a lineage follow each other: in a hole are those of the versions around it.
-        around = (before,) if before.version == version else (before, following)
-        if all(lineage != one.lineage for one in around):
-            return UNKNOWN
-        if before.version == version:
-            step = before.step
+        following = self._notes[self._numbers[bisect_right(self._numbers, version)]]
+        if (known := self._notes.get(version)) is not None:
+            step = known.step
         steps = head.version - version
         if lineage == head.lineage and step is not None and head.step is not None:
             # A step that was published twice, or again after a restart, says nothing.

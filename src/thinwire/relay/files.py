@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from thinwire.checkpoint.disk import os_errors
-from thinwire.errors import InvalidArgument
+from thinwire.errors import Unavailable
 
 _LOG = logging.getLogger("thinwire")
 _NAME = re.compile(r"[0-9a-f]{64}")
@@ -182,7 +182,7 @@ def own(folder: Path) -> int:
     """Keep other relays out of a folder; returns the descriptor that holds it.
 
     Raises:
-        InvalidArgument: Another relay uses it.
+        Unavailable: Another relay uses it.
         StoreError: It cannot be made or written.
     """
     with os_errors("cannot use", folder):
@@ -192,7 +192,8 @@ def own(folder: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        raise InvalidArgument(
-            f"another relay uses {folder}", hint="Give each its own --cache"
+        # It may be about to end: whoever starts this one again must not give up.
+        raise Unavailable(
+            f"another relay uses {folder}", hint="End that one, or give each its own --cache"
         ) from None
     return descriptor

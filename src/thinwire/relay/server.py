@@ -43,7 +43,7 @@ from thinwire.stream.blocks import digest_of
 from thinwire.stream.encoding import MAX_SMALL_BYTES, parse_hint
 from thinwire.stream.places import DATA, REMADE, Place, place_of
 from thinwire.stream.records import Lease
-from thinwire.web import Role, Tokens, is_local_host
+from thinwire.web import NotAllowed, Role, Tokens, is_local_host
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ _MAX_QUERY_FIELDS = 8
 _MOST_NAMED = 20
 # A record that names no such object any more is read again, unless it was read just now.
 _DOUBT_AFTER_S = 1.0
-_CODES = {400: "invalid-argument", 401: "unauthorized", 403: "forbidden", 404: "not-found",
+_CODES = {400: "invalid-argument", 401: "access-denied", 403: "access-denied", 404: "not-found",
           405: "method-not-allowed", 408: "timeout", 413: "too-large", 416: "range",
           421: "no-such-stream"}  # fmt: skip
 
@@ -201,12 +201,11 @@ class RelayApp:
 
     def _check_role(self, request: _Request, role: Role) -> None:
         given = request.headers.get(b"authorization", b"").decode("latin-1")
-        roles = self._tokens.roles_of(given)
-        if not roles:
-            challenge = (b"www-authenticate", b"Bearer")
-            raise _Refused(401, "a bearer token is needed, and this is none", [challenge])
-        if role not in roles:
-            raise _Refused(403, f"this token is not for the role {role}")
+        try:
+            self._tokens.check(given, role)
+        except NotAllowed as refused:
+            challenge = [(b"www-authenticate", b"Bearer")] if refused.status == 401 else []
+            raise _Refused(refused.status, refused.message, challenge, hint=refused.hint) from None
 
     @staticmethod
     def _check_method(request: _Request, *methods: str) -> None:

@@ -71,26 +71,35 @@ class Sender:
             raise HubFault(refusal_of(status, self._stream), status)
         return parse_answer(data)
 
-    def close(self, last: Heartbeat | None, replica: str, *, is_there: bool) -> None:
+    def close(
+        self,
+        last: Heartbeat | None,
+        replica: str,
+        *,
+        is_there: bool,
+        within_s: float = _GOODBYE_S,
+    ) -> None:
         """Close the connection, having said good-bye where the hub is there.
 
         Args:
             last: A last heartbeat instead of the good-bye: why it ends.
             replica: Its name.
             is_there: Whether the hub answered the last time.
+            within_s: How long there is for it.
         """
         self._channel.close()
-        if not is_there:
+        timeout_s = min(_GOODBYE_S, within_s)
+        if not is_there or timeout_s <= 0:
             return
         channel = Channel(self._address, threading.Event())
         try:
             if last is None:
                 route = f"{self._route}/replicas/{quote(replica, safe='')}"
-                channel.ask("DELETE", route, timeout_s=_GOODBYE_S)
+                channel.ask("DELETE", route, timeout_s=timeout_s)
             else:
                 body = msgspec.json.encode(last)
                 route = f"{self._route}/heartbeats"
-                channel.ask("POST", route, body=body, timeout_s=_GOODBYE_S)
+                channel.ask("POST", route, body=body, timeout_s=timeout_s)
         except (HubFault, Closed):
             # It will notice that nothing comes any more.
             pass
@@ -109,7 +118,8 @@ def refusal_of(status: int, stream: str, role: str = "follow") -> str:
     if status == 401:
         return "it does not accept the token (status 401): none was given, or it knows another"
     if status == 403:
-        return f"it does not accept the token (status 403): it takes one of the role {role}"
+        own = " for this replica and its region" if role == "follow" else ""
+        return f"it does not accept the token (status 403): it takes one of the role {role}{own}"
     if status == 404:
         return f"it does not know the stream {stream!r} (status 404)"
     return f"it answers with status {status}"

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol, runtime_checkable
 
 from thinwire.errors import ThinwireError
@@ -19,7 +19,7 @@ from thinwire.report.beating import Sender, start
 from thinwire.report.calls import Calls, Place
 from thinwire.report.http import Address, Closed
 from thinwire.report.listening import Listening
-from thinwire.report.messages import Heartbeat
+from thinwire.report.messages import DIGEST_CHARS, Heartbeat
 from thinwire.report.naming import check_name
 from thinwire.report.pacing import Pace
 from thinwire.report.state import News, Now, ReplicaState
@@ -46,7 +46,7 @@ class Following(Protocol):
         """Whether :meth:`wake` will be called for each version. From any thread."""
 
     def version(self) -> Version | None:
-        """The version that is held; asked once, before anything else happens."""
+        """The version that is held; asked before anything else happens, and after events."""
 
 
 @runtime_checkable
@@ -123,11 +123,15 @@ class HubClient:
         self._relied_s = -_RELY_AGAIN_S
         self._is_there = True
         self._last: Heartbeat | None = None
+        self._end_s = 0.0
 
     def on_event(self, event: Event) -> None:
         """Take note of an event."""
         now = _now()
+        held_digest = self._digest_of(event)
         with self._changed:
+            if held_digest is not None:
+                self._state.held_digest = held_digest
             if not self._was_reported and isinstance(event, CaughtUp):
                 self._was_reported = True
                 _LOG.warning("the hub %s hears nothing: call HubClient.reporting", self._url)
@@ -143,6 +147,19 @@ class HubClient:
                 if isinstance(event, CaughtUp):
                     self._calls.looked()
                 self._call()
+
+    def _digest_of(self, event: Event) -> str | None:
+        """The digest of what is held since an event; empty: it is not known; None: as before."""
+        following, held_before = self._following, self._state.held
+        if following is None or not isinstance(event, Applied | CaughtUp):
+            return None
+        if isinstance(event, CaughtUp) and held_before == Place(event.lineage, event.version):
+            return None
+        with suppress(ThinwireError):
+            held = following.version()
+            if held is not None and (held.lineage, held.version) == (event.lineage, event.version):
+                return held.manifest[:DIGEST_CHARS]
+        return ""
 
     @contextmanager
     def reporting(self, replica: Following | Driving) -> Iterator[None]:
@@ -163,6 +180,7 @@ class HubClient:
             self._state.begin(
                 Place() if held is None else Place(held.lineage, held.version),
                 None if held is None else held.step,
+                "" if held is None else held.manifest[:DIGEST_CHARS],
                 is_driven=driving is not None,
                 is_asked=serving is not None,
             )
@@ -191,12 +209,12 @@ class HubClient:
 
     def _end(self, is_closed: threading.Event, threads: list[threading.Thread]) -> None:
         with self._changed:
+            self._end_s = end_s = time.monotonic() + _END_S
             is_closed.set()
             self._changed.notify_all()
             following, self._following = self._following, None
         if following is not None:
             following.expect_wakes(False)
-        end_s = time.monotonic() + _END_S
         for thread in threads:
             thread.join(max(0.0, end_s - time.monotonic()))
 
@@ -218,7 +236,9 @@ class HubClient:
         except Closed:
             pass
         finally:
-            sender.close(self._last, self._replica, is_there=self._is_there)
+            # Later than that the name may be in use again: nobody must say good-bye in it.
+            left_s = self._end_s - time.monotonic()
+            sender.close(self._last, self._replica, is_there=self._is_there, within_s=left_s)
 
     def _next_beat(self, is_closed: threading.Event) -> Heartbeat | None:
         """Wait until a heartbeat is due, and make it; None: it is over."""

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from thinwire.errors import InvalidArgument
-from thinwire.store.lines import Line, TooMuchSent
+from thinwire.store.http_url import url_problem
+from thinwire.store.lines import NO_TLS, Line, TooMuchSent
 
 _CONNECT_S = 5.0
 # How long closing waits for a read at most.
@@ -64,7 +65,9 @@ class Address(NamedTuple):
             InvalidArgument: The URL is not ``http://`` or ``https://`` with a host and no more than
                 a path, or the token is none.
         """
-        problem = _problem_of(url)
+        # As it stands in a file: with the end of its line.
+        token = token.strip()
+        problem = url_problem(url)
         if problem:
             # What may hold a password is not repeated.
             shown = "" if "@" in url else f" {url[:200]!r}"
@@ -248,25 +251,10 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         reason = f"its certificate is not trusted: {error.verify_message}"
         return f"{reason} (SSL_CERT_FILE names a file of authorities)"
+    if isinstance(error, ssl.SSLError) and error.reason in NO_TLS:
+        return "it answers with what is no TLS: does it speak plain HTTP?"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, ConnectionError | IncompleteRead):
         return "the connection broke"
     return "its answer is not HTTP"
-
-
-def _problem_of(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        return "is not an address"
-    if parts.scheme not in {"http", "https"}:
-        return "begins with neither http:// nor https://"
-    if not parts.hostname or port == 0:
-        return "names no host, or no port"
-    if parts.username is not None or parts.password is not None:
-        return "has a user or a password in it"
-    if parts.query or parts.fragment or not url.isascii() or not url.isprintable() or " " in url:
-        return "has more than a host, a port and a path"
-    return ""

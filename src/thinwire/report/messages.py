@@ -15,6 +15,7 @@ MAX_HEARTBEAT_BYTES = 32 << 10
 MAX_UPDATES = 16
 MAX_PHASES = 16
 MAX_COUNT = 2**53 - 1  # what JavaScript's numbers hold exactly
+DIGEST_CHARS = 12  # as in the labels of engines
 
 # Where a text ends, for Python (whose $ also is before a last newline) as for everyone else.
 _END = r"$(?!\n)"
@@ -22,10 +23,12 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}"
 
 # What a replica, a region or an engine may be called: also safe in a URL and a metric's label.
 NAME_PATTERN = rf"^{_NAME}{_END}"
+OPTIONAL_NAME_PATTERN = rf"^(?:{_NAME})?{_END}"
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
-OptionalName = Annotated[str, Meta(pattern=rf"^(?:{_NAME})?{_END}")]
+OptionalName = Annotated[str, Meta(pattern=OPTIONAL_NAME_PATTERN)]
 Lineage = Annotated[str, Meta(pattern=rf"^(?:[0-9a-f]{{32}})?{_END}")]
+Digest = Annotated[str, Meta(pattern=rf"^(?:[0-9a-f]{{{DIGEST_CHARS}}})?{_END}")]
 Code = Annotated[str, Meta(pattern=rf"^(?:[A-Za-z][A-Za-z0-9_-]{{0,63}})?{_END}")]
 Text = Annotated[str, Meta(max_length=500)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -83,6 +86,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
         lineage: That of the version it serves; empty: none.
         version: The version it serves; 0: none.
         step: The trainer's step of that version.
+        digest: The beginning of its manifest's digest: a number may be published again. Empty: it
+            does not say.
         is_ready: Whether it serves one whole version, and caught up with the head since it joined.
         phase: What it is doing.
         target: The version it is on the way to; 0: none.
@@ -107,6 +112,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     lineage: Lineage = ""
     version: VersionNumber = 0
     step: Step | None = None
+    digest: Digest = ""
     is_ready: bool = False
     phase: Phase = "idle"
     target: VersionNumber = 0
@@ -138,6 +144,7 @@ class VersionNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         changed_count: Words that changed.
         word_count: Words in all.
         identity: What the trainer called it (``metadata["identity"]``), or "".
+        digest: The beginning of its manifest's digest.
     """
 
     lineage: str
@@ -150,6 +157,7 @@ class VersionNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     changed_count: int
     word_count: int
     identity: str = ""
+    digest: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -170,12 +178,13 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         beat: What it said last (without its updates).
         state: "ready"; "updating": ready, and on its way to a version; "joining": not ready,
-            and nothing failed; "unready": not ready, and something failed; "lost": it was not heard
-            of for a while.
+            and nothing failed; "unready": not ready, and something failed, or see ``doubt``;
+            "lost": it was not heard of for a while.
         staleness_steps: The head's step less its own; versions where either has no step or they
             are of two lineages. None: it serves none, or one that the stream does not have.
         staleness_s: Since the first version that it lacks was published; 0: it lacks none.
         seen_s: Since it was last heard of.
+        doubt: Why what it serves is none of the stream's versions; empty: there is no doubt.
     """
 
     beat: Heartbeat
@@ -183,6 +192,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staleness_steps: int | None
     staleness_s: float | None
     seen_s: float
+    doubt: str = ""
 
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

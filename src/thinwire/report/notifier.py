@@ -30,7 +30,7 @@ class HubNotifier:
             publisher = Publisher(url, folder, observer=notifier)
 
     It never delays a publish, and whatever goes wrong with the hub is logged: hub and followers
-    then see the version by looking.
+    then see the version by looking. Only its end waits for the last signal: four seconds at most.
 
     Args:
         url: The hub: ``http://`` or ``https://``.

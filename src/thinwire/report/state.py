@@ -11,6 +11,7 @@ from typing import NamedTuple
 from thinwire.errors import NotFound
 from thinwire.report.calls import Place
 from thinwire.report.messages import (
+    DIGEST_CHARS,
     MAX_COUNT,
     MAX_PHASES,
     MAX_UPDATES,
@@ -32,6 +33,7 @@ from thinwire.stream.events import (
 )
 
 _NAME = re.compile(NAME_PATTERN)
+_LABEL = re.compile(rf"[0-9]+-([0-9a-f]{{{DIGEST_CHARS}}})")
 _MAX_TEXT_CHARS = 500
 _MAX_SECONDS = 1e9
 # Deltas that were fetched and not applied yet.
@@ -64,6 +66,7 @@ class ReplicaState:
 
     Attributes:
         held: What the sink holds.
+        held_digest: The beginning of its manifest's digest; whoever knows sets it before the event.
         relayed_bytes: What a relay gave since the start; whoever knows sets it.
     """
 
@@ -76,8 +79,9 @@ class ReplicaState:
         self._engines_phases: tuple[Phase, ...] = ()
         self._started_ms = now.ms
         self.held = Place()
+        self.held_digest = ""
         self._step: int | None = None
-        self._served = Place()
+        self._served, self._digest = Place(), ""
         # The newest version at the first look: whoever joins is not ready before.
         self._goal: Place | None = None
         self._may_serve = False
@@ -97,22 +101,29 @@ class ReplicaState:
         self._updates: deque[UpdateNote] = deque(maxlen=MAX_UPDATES)
 
     def begin(
-        self, held: Place, step: int | None, *, is_driven: bool, is_asked: bool = False
+        self,
+        held: Place,
+        step: int | None,
+        digest: str = "",
+        *,
+        is_driven: bool,
+        is_asked: bool = False,
     ) -> None:
         """Begin with what the sink holds from before.
 
         Args:
             held: That version.
             step: Its step.
+            digest: The beginning of its manifest's digest; empty: that is not known.
             is_driven: Whether an engine serves the weights, and the sink only feeds it.
             is_asked: Whether what serves them says itself if it may be sent requests, as an engine
                 always does; see :meth:`note_ready`.
         """
-        self.held = held
+        self.held, self.held_digest = held, digest
         self._is_driven, self._is_asked = is_driven, is_driven or is_asked
         self._engines_phases = ("update", "prove") if is_driven else ()
         self._phases, self._way_bytes, self._doing, self._goal = {}, 0, None, None
-        self._served, self._step = (Place(), None) if is_driven else (held, step)
+        self._serve(Place() if is_driven else held, None if is_driven else step)
 
     def take(self, event: Event, now: Now) -> News:
         """Take an event in; returns what is new by it."""
@@ -180,6 +191,7 @@ class ReplicaState:
             version=self._served.version,
             # A step that is a time in nanoseconds fits into no message.
             step=None if self._step is None or abs(self._step) > MAX_COUNT else self._step,
+            digest=self._digest,
             is_ready=self.is_ready,
             phase="idle" if doing is None else doing.phase,
             target=0 if doing is None else doing.version,
@@ -225,12 +237,13 @@ class ReplicaState:
         self._add("copy" if self._is_driven else "apply", apply_s)
         if self._is_driven:
             return
-        self._served, self._step = place, event.step
+        self._serve(place, event.step)
         self._pause_s = 0.0
         self._updated(event.version, self._take_phases(), 0.0, event.age_s, now)
 
     def _engine_updated(self, event: EngineUpdated, place: Place, now: Now) -> None:
-        self._served, self._step = place, event.step
+        label = _LABEL.fullmatch(event.label)
+        self._serve(place, event.step, "" if label is None else label[1])
         self._pause_s = event.pause_s
         self._doing = None
         self._fault = None
@@ -242,7 +255,7 @@ class ReplicaState:
         self._doing = None
         self._note_fault(event.code, event.reason, now, is_engines=True)
         if event.served is None:
-            self._served, self._step = Place(), None
+            self._serve(Place(), None)
         # A version that is tried again and again failed once.
         if event.version and self._failed != (place, event.code):
             self._failed = (place, event.code)
@@ -256,12 +269,18 @@ class ReplicaState:
         if self._doing is not None and self._doing.phase not in self._engines_phases:
             self._doing = None
         if not self._is_driven:
-            is_new |= self._served != place
-            self._served, self._step = place, event.step
+            is_new |= (self._served, self._digest) != (place, self.held_digest)
+            self._serve(place, event.step)
         if self._fault is not None and not self._is_engines_fault:
             self._fault = None
             is_new = True
         return is_new
+
+    def _serve(self, place: Place, step: int | None, digest: str | None = None) -> None:
+        """It serves that; ``digest`` None: what is held."""
+        self._served, self._step = place, step
+        held_digest = self.held_digest if place == self.held else ""
+        self._digest = held_digest if digest is None else digest
 
     def _updated(
         self, version: int, phases: dict[str, float], pause_s: float, age_s: float, now: Now

@@ -5,11 +5,13 @@ Needs starlette and uvicorn.
 
 from thinwire.web.exposure import check_exposure, is_local_host, is_loopback
 from thinwire.web.listener import Limits, Listener, Tls
-from thinwire.web.tokens import Role, Tokens, read_token
+from thinwire.web.tokens import Grant, NotAllowed, Role, Tokens, read_token
 
 __all__ = [
+    "Grant",
     "Limits",
     "Listener",
+    "NotAllowed",
     "Role",
     "Tls",
     "Tokens",

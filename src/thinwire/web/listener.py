@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import InvalidArgument, StoreError
+from thinwire.errors import InvalidArgument, StoreError, from_os_error
 
 _LOG = logging.getLogger("thinwire")
 
@@ -35,17 +35,22 @@ class Tls:
 
         Raises:
             InvalidArgument: The files are not a certificate and its key.
+            StoreError: One is not there, or cannot be read: it may be mounted later.
         """
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
                 self.certificate, self.key
             )
-        except (OSError, ssl.SSLError) as error:
+        except ssl.SSLError as error:
             raise InvalidArgument(
                 f"{self.certificate} and {self.key} are no certificate and its key: "
                 f"{error.strerror or error}",
                 hint="Give PEM files, the chain's first certificate first",
             ) from None
+        except OSError as error:
+            raise from_os_error(
+                error, "cannot read", f"{self.certificate} or {self.key}"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +88,7 @@ class Listener:
 
     Raises:
         InvalidArgument: The TLS files will not do.
-        StoreError: It cannot be listened on.
+        StoreError: They cannot be read, or it cannot be listened on.
     """
 
     def __init__(
@@ -189,4 +194,12 @@ def _connection_limit(wanted: int) -> int:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
             soft = min(needed, hard)
-    return max(16, min(wanted, soft - _SPARE_DESCRIPTORS))
+    limit = max(16, min(wanted, soft - _SPARE_DESCRIPTORS))
+    if limit < wanted:
+        _LOG.warning(
+            "takes %d connections of the %d that it could: more open files would allow them "
+            "(ulimit -n, LimitNOFILE=)",
+            limit,
+            wanted,
+        )
+    return limit

@@ -4,19 +4,26 @@ A file of tokens has a line for each::
 
     # role   token                                 name, for people
     read     5f0c1f6f0f7e4f6c9d0f2d3f4f5a6b7c      grafana
-    follow   9b1deb4d3b7d4bad9bdd2b0d7b3dcb6d      samplers-eu
+    follow   9b1deb4d3b7d4bad9bdd2b0d7b3dcb6d      samplers-eu   region=eu-*
     publish  1b9d6bcdbbfd4b2d9b5dab8dfbbd4bed      trainer
+
+``region=`` and ``replica=``, with ``*`` for any letters, say for whom a token of the role "follow"
+may speak; without them it is for everybody.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
+from collections.abc import Mapping
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from thinwire.errors import InvalidArgument, from_os_error
+from thinwire.store.http_token import tell_if_open
 
 _MAX_FILE_BYTES = 1 << 20
 _MAX_TOKENS = 1000
@@ -37,25 +44,63 @@ _MAY = {
     Role.FOLLOW: frozenset({Role.READ, Role.FOLLOW}),
     Role.PUBLISH: frozenset({Role.READ, Role.PUBLISH}),
 }
+# Of names, and few stars: looking for them takes no time.
+_PATTERN = re.compile(r"(?:\*?[A-Za-z0-9._:-]+){0,4}\*?", re.ASCII)
+_MAX_PATTERN_LETTERS = 64
+
+
+class Grant(NamedTuple):
+    """What somebody may do.
+
+    Attributes:
+        roles: As what; none: nothing.
+        region: For replicas in such a region ...
+        replica: ... that are called so.
+    """
+
+    roles: frozenset[Role] = frozenset()
+    region: str = "*"
+    replica: str = "*"
+
+    def is_for(self, replica: str, region: str) -> bool:
+        """Whether it may speak for a replica in a region."""
+        return fnmatchcase(replica, self.replica) and fnmatchcase(region, self.region)
+
+
+class NotAllowed(Exception):
+    """A request may not do what it asks for.
+
+    Attributes:
+        status: HTTP's: 401: who asks is not known, 403: known, and may not.
+        message: What is missing.
+        hint: What to do next.
+    """
+
+    def __init__(self, status: int, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.hint = hint
 
 
 class Tokens:
     """The tokens that are known. Without any, everything is allowed.
 
     Args:
-        roles: The role of each token.
+        known: The role of each token, or all that it allows.
 
     Raises:
         InvalidArgument: One is too short or too long, or has other than printable ASCII letters.
     """
 
-    def __init__(self, roles: dict[str, Role] | None = None) -> None:
+    def __init__(self, known: Mapping[str, Role | Grant] | None = None) -> None:
         # Digests are compared, all of one length: how long it takes says nothing of a token.
-        self._roles = {}
-        for token, role in (roles or {}).items():
+        self._grants: dict[bytes, Grant] = {}
+        for token, allowed in (known or {}).items():
             if fault := _token_fault(token):
-                raise InvalidArgument(f"a token of the role {role} {fault}")
-            self._roles[_digest(token)] = role
+                raise InvalidArgument(f"a token {fault}")
+            grant = Grant(_MAY[allowed]) if isinstance(allowed, Role) else allowed
+            self._grants[_digest(token)] = grant
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -65,7 +110,7 @@ class Tokens:
             InvalidArgument: A line is not as the module's docstring shows, or there is none.
             StoreError: It cannot be read.
         """
-        roles: dict[str, Role] = {}
+        known: dict[str, Grant] = {}
         for number, line in enumerate(_lines(path), 1):
             words = line.partition("#")[0].split()
             if not words:
@@ -78,31 +123,56 @@ class Tokens:
                 )
             if fault := _token_fault(words[1]):
                 raise InvalidArgument(f"{path}, line {number}: the token {fault}", hint=_HINT)
-            if words[1] in roles or len(roles) >= _MAX_TOKENS:
+            if words[1] in known or len(known) >= _MAX_TOKENS:
                 raise InvalidArgument(
                     f"{path}, line {number}: the token stands twice, or there are too many",
                     hint=f"One line for each token, at most {_MAX_TOKENS}",
                 )
-            roles[words[1]] = Role(words[0])
-        if not roles:
+            role = Role(words[0])
+            known[words[1]] = Grant(
+                _MAY[role], **_bounds(role, words[2:], f"{path}, line {number}")
+            )
+        if not known:
             raise InvalidArgument(f"{path} holds no token", hint=_HINT)
-        return cls(roles)
+        return cls(known)
 
     def __bool__(self) -> bool:
-        return bool(self._roles)
+        return bool(self._grants)
 
-    def roles_of(self, authorization: str) -> frozenset[Role]:
+    def check(self, authorization: str, role: Role) -> Grant:
+        """What the value of an Authorization header allows; a role must be among it.
+
+        Raises:
+            NotAllowed: It is not.
+        """
+        grant = self.grant_of(authorization)
+        if not grant.roles:
+            known = "this is no token that is known here"
+            raise NotAllowed(
+                401,
+                known if authorization else "a bearer token is needed",
+                "Send `Authorization: Bearer TOKEN` with a token of the server's file",
+            )
+        if role not in grant.roles:
+            raise NotAllowed(
+                403,
+                f"this token may not do that: it takes one of the role {role}",
+                f"Use a token whose line in the server's file begins with {role}",
+            )
+        return grant
+
+    def grant_of(self, authorization: str) -> Grant:
         """What the value of an Authorization header allows."""
-        if not self._roles:
-            return frozenset(Role)
+        if not self._grants:
+            return Grant(frozenset(Role))
         kind, _, given = authorization.partition(" ")
         given = given.strip()
         if kind.lower() != "bearer" or len(given) > _MAX_LETTERS:
-            return frozenset()
-        digest, found = _digest(given), frozenset[Role]()
-        for known, role in self._roles.items():
+            return Grant()
+        digest, found = _digest(given), Grant()
+        for known, grant in self._grants.items():
             if hmac.compare_digest(known, digest):
-                found = _MAY[role]
+                found = grant
         return found
 
 
@@ -123,9 +193,29 @@ def read_token(path: Path) -> str:
     return token
 
 
+def _bounds(role: Role, words: list[str], where: str) -> dict[str, str]:
+    """For whom a token may speak, from what follows it: a name, and NAME=PATTERN."""
+    bounds: dict[str, str] = {}
+    for word in words:
+        name, equals, pattern = word.partition("=")
+        if not equals:
+            continue
+        is_known = role is Role.FOLLOW and name in ("region", "replica") and name not in bounds
+        is_short = 0 < len(pattern) <= _MAX_PATTERN_LETTERS
+        # What was misspelled must not be taken for no bound at all.
+        if not (is_known and is_short and _PATTERN.fullmatch(pattern)):
+            raise InvalidArgument(
+                f"{where}: {word[:_MAX_PATTERN_LETTERS]!r} bounds nothing",
+                hint="After a token of the role follow write region=eu-* or replica=eu-*",
+            )
+        bounds[name] = pattern
+    return bounds
+
+
 def _lines(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
+            tell_if_open(file)
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise from_os_error(error, "cannot read", path) from error

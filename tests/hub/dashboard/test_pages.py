@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from thinwire.capacity.facts import EGRESS_PRICE
 from thinwire.hub.pages import find_page
 
 from .serving import real_hub, training
@@ -35,6 +36,12 @@ def test_the_page_is_small_and_names_no_other_host() -> None:
         assert "http:" not in text
         assert "https:" not in text
         assert "innerHTML" not in text
+
+
+def test_money_is_counted_as_by_the_plan() -> None:
+    page = find_page("settings.js")
+    assert page is not None
+    assert f"DEFAULT_PRICE = {EGRESS_PRICE.value};" in page.data.decode()
 
 
 def test_the_hub_sends_them_with_what_browsers_need(tmp_path: Path) -> None:

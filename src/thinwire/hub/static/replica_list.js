@@ -137,5 +137,5 @@ function update(element, one, passed_s) {
   ];
   texts.forEach((text, place) => setText(element.children[place], text));
   setAttribute(element, "data-state", one.state);
-  setAttribute(element.children[2], "title", beat.fault ? beat.fault.code : null);
+  setAttribute(element.children[2], "title", one.doubt || beat.fault?.code || null);
 }

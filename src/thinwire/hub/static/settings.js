@@ -3,8 +3,8 @@
 const PREFIX = "thinwire.";
 const TOKEN = `${PREFIX}token`;
 
-/** The price that the large clouds ask for a GB to another region or the internet, at its lower end. */
-export const DEFAULT_PRICE = 0.05;
+/** Dollars for a GB that leaves the bucket's region, as `thinwire plan` counts it. */
+export const DEFAULT_PRICE = 0.02;
 
 function read(store, key) {
   try {

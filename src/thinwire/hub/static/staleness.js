@@ -55,6 +55,7 @@ export function cellOf(status, limit) {
 /** "current", "3 steps, 41 s", "not known". */
 export function behind(status) {
   const steps = status.staleness_steps;
+  if (status.state === "lost") return "not known";
   if (steps === null) return status.beat.version ? "not known" : "serves none";
   if (steps <= 0) return "current";
   const lag = status.staleness_s ? `, ${age(status.staleness_s)}` : "";
@@ -81,6 +82,7 @@ export function details(status, passed_s, fault_s) {
   rows.push(["heard", `${age(status.seen_s + passed_s)} ago`]);
   rows.push(["fetched", `${bytes(beat.fetched_bytes)} in ${several(beat.update_count, "update")}`]);
   if (beat.pause_s) rows.push(["last pause", seconds(beat.pause_s)]);
+  if (status.doubt) rows.push(["doubt", status.doubt]);
   if (beat.fault) rows.push(["error", `${beat.fault.code} ${age(fault_s)} ago`]);
   return rows;
 }

@@ -102,25 +102,25 @@ class EventReply:
 
     def __init__(self, board: Board, *, hears_replicas: bool) -> None:
         self._fanout = board.fanout
-        self._listening = _taken(partial(board.fanout.listen, hears_replicas=hears_replicas))
+        self._ear = _taken(partial(board.fanout.listen, hears_replicas=hears_replicas))
         if board.latest is not None:
-            self._listening.put(board.latest.message)
+            self._ear.put(board.latest.message)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events."""
         gone = asyncio.ensure_future(_until_gone(receive))
-        gone.add_done_callback(lambda _: self._listening.drop())
+        gone.add_done_callback(lambda _: self._ear.drop())
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self._HEADERS})
             # Headers alone may be held back until there is a version.
             await send({"type": "http.response.body", "body": b": hello\n\n", "more_body": True})
-            while (data := await self._listening.next()) is not None:
+            while (data := await self._ear.next()) is not None:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             if not gone.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             gone.cancel()
-            self._fanout.leave(self._listening)
+            self._fanout.leave(self._ear)
 
 
 def _taken(take: Callable[[], _T]) -> _T:
