@@ -172,20 +172,37 @@ def test_the_last_step_may_block(stand: Stand) -> None:
     assert stand.held() == rows_of(model)
 
 
-def test_a_process_that_does_not_close(tmp_path: Path) -> None:
-    """What is on its way at the end of a script is not lost."""
+@pytest.mark.parametrize("is_held", [True, False], ids=["held", "let go"])
+def test_a_process_that_does_not_close(is_held: bool, tmp_path: Path) -> None:
+    """What is on its way at the end of a script is not lost, whether or not somebody holds on."""
     import subprocess
 
     from thinwire import open_stream
 
     script = f"""
-import torch
+import gc, time, torch
+from thinwire import Stream
+from thinwire.store import StoreWrapper, open_store
 from thinwire.torch import TorchPublisher
-weights = {{"w": torch.randn(300_000)}}
-publisher = TorchPublisher(lambda: weights, {str(tmp_path / "s")!r}, maintain=False)
-publisher.publish(0).wait()
-weights["w"] += 1
-publisher.publish(1)
+
+class Slow(StoreWrapper):
+    def put_if_absent(self, key, data):
+        time.sleep(0.3)
+        super().put_if_absent(key, data)
+
+def train():
+    stream = Stream(Slow(open_store({str(tmp_path / "s")!r})))
+    publisher = TorchPublisher(lambda: weights, stream, maintain=False)
+    publisher.publish(0).wait()
+    weights["w"] += 1
+    publisher.publish(1)
+    return publisher
+
+weights = {{"w": torch.randn(3000)}}
+held = train()
+if not {is_held}:
+    del held
+gc.collect()
 """
     done = subprocess.run([sys.executable, "-c", script], timeout=120, check=False)
     assert done.returncode == 0

@@ -152,8 +152,8 @@ def traffic_of(scenario: Scenario, payload: Payload) -> Traffic:
 
 
 def publisher_requests(payload: Payload) -> Requests:
-    """Those of a step delta: shards, manifest, ``head.json``."""
-    return Requests(put=payload.delta.puts + 2)
+    """Those of a step delta: shards, manifest, ``head.json``; twice, the manifest before it."""
+    return Requests(put=payload.delta.puts + 2, get=2)
 
 
 def follower_requests(scenario: Scenario, payload: Payload) -> Requests:

@@ -6,10 +6,10 @@ import secrets
 import time
 from typing import NamedTuple
 
-from thinwire.errors import AlreadyExists, CommitConflict, Fenced
+from thinwire.errors import AlreadyExists, CommitConflict, Fenced, LineageChanged
 from thinwire.follow import Stream
 from thinwire.stream import keys
-from thinwire.stream.encoding import encode, link_of, seal
+from thinwire.stream.encoding import digest_of_record, encode, link_of, seal
 from thinwire.stream.records import FORMAT, Head, Link, Manifest
 
 
@@ -59,6 +59,7 @@ class Committer:
         self._fenced: str | None = None
         self.session = secrets.token_hex(16)
         self._sessions = {self.session}
+        self._id = stream.record().stream
         self.head, self.end = stream.tip()
 
     def check_open(self) -> None:
@@ -81,8 +82,15 @@ class Committer:
         self._sessions.add(self.session)
 
     def place(self) -> Place:
-        """Where the next version goes; begins the new lineage, if one was asked for."""
+        """Where the next version goes; begins the new lineage, if one was asked for.
+
+        Raises:
+            Fenced: This publisher was superseded.
+            Unavailable, LineageChanged: What it goes after is not there.
+            StoreError: The store failed.
+        """
         self.check_open()
+        self._check_there()
         if self._begins_lineage and self.end is None and self.head is not None:
             self.end = self._end_lineage(self.head)
         end, head = self.end, self.head
@@ -102,8 +110,10 @@ class Committer:
         Raises:
             CommitConflict, Fenced: Someone else took its place.
             Landed: An earlier attempt of ours took it; it is the head now.
+            Unavailable, LineageChanged: What it goes after is not there; it does not exist.
             StoreError: The store failed; the version may or may not exist.
         """
+        self._check_there()
         try:
             key = keys.manifest(manifest.lineage, manifest.version)
             self._stream.store.put_if_absent(key, data)
@@ -122,6 +132,33 @@ class Committer:
         assert self.head is not None
         hint = Head(FORMAT, self.head.lineage, self.head.version)
         self._stream.store.put(keys.HEAD, encode(hint))
+
+    def _check_there(self) -> None:
+        """Make sure that what the next version goes after is in the store.
+
+        A place that is empty, or another stream's, would take the version without a word, and the
+        stream would lack it for ever once its own store is back.
+
+        Raises:
+            Unavailable: There is no stream: its store is away.
+            LineageChanged: It was replaced, or set back.
+        """
+        last = self.end or self.head
+        if last is not None:
+            found = self._stream.manifest(last.lineage, last.version)
+            if found is not None and digest_of_record(found) == digest_of_record(last):
+                return
+        self._stream.forget()
+        if self._stream.record().stream == self._id and last is None:
+            return
+        # What is there now may be gone again at the next attempt.
+        self._stream.forget()
+        raise LineageChanged(
+            f"{self._stream.url} is not the stream that this publisher published to, or was set"
+            " back behind what it published last",
+            hint="Find out who did that. Meant: open the publisher again, in another folder or with"
+            " new_lineage=True (--new-lineage)",
+        )
 
     def _move(self, head: Manifest) -> None:
         self.head, self.end = head, None

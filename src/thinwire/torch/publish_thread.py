@@ -29,7 +29,9 @@ class PublishThread:
         self._thread: threading.Thread | None = None
         self.ticket: Ticket | None = None
 
-    def start(self, topic: str, line: str, captured: Captured, ticket: Ticket) -> None:
+    def start(
+        self, topic: str, line: str, captured: Captured, ticket: Ticket, owner: object
+    ) -> None:
         """Begin a version; the one before was finished.
 
         Args:
@@ -37,12 +39,14 @@ class PublishThread:
             line: So, too.
             captured: What it is made of; what is staged is let go of at the end.
             ticket: What the trainer holds meanwhile.
+            owner: Who closes this thread. It lives until the version's end, whoever lets go of it:
+                it holds the rank's folder, and is waited for when the process ends.
         """
         ticket._captured()
         self.ticket = ticket
         self._thread = threading.Thread(
             target=self._run,
-            args=(topic, line, captured, ticket),
+            args=(topic, line, captured, ticket, owner),
             name="thinwire-publish",
             daemon=True,
         )
@@ -72,7 +76,9 @@ class PublishThread:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _run(self, topic: str, line: str, captured: Captured, ticket: Ticket) -> None:
+    def _run(
+        self, topic: str, line: str, captured: Captured, ticket: Ticket, owner: object
+    ) -> None:
         version = None
         failure: ThinwireError | None = None
         try:

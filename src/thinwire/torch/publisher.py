@@ -319,9 +319,9 @@ class TorchPublisher:
             # The other ranks are told so; the caller gets the error itself.
             if self._ranks.size > 1:
                 fault = Captured(Fault.of(error), Facts(None, {}))
-                self._thread.start(topic, go.line, fault, ticket)
+                self._thread.start(topic, go.line, fault, ticket, self)
             raise
-        self._thread.start(topic, go.line, captured, ticket)
+        self._thread.start(topic, go.line, captured, ticket, self)
         return ticket
 
     def wait(self, timeout_s: float | None = None) -> Version | None:
