@@ -171,7 +171,7 @@ def _judge_staleness(facts: Facts) -> Bar:
     is_met = all(p95 is not None and p95 <= MAX_STALENESS_P95 for p95 in found.values())
     words = f"p95 {worst[1]} steps in the worst sampler ({worst[0]})"
     if facts.is_small:
-        words += "; NOT JUDGED: steps of two seconds"
+        words += "; NOT JUDGED: steps of a second"
         return Bar("staleness", f"p95 <= {MAX_STALENESS_P95} steps, not cut off", words, None)
     return Bar("staleness", f"p95 <= {MAX_STALENESS_P95} steps, not cut off", words, is_met)
 

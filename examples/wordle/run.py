@@ -52,10 +52,10 @@ FULL = Settings(
 QUICK = replace(
     FULL,
     word_count=12,
-    steps=10,
-    groups=8,
+    steps=5,
+    groups=4,
     concurrent_groups=8,
-    teach_steps=150,
+    teach_steps=100,
     required_rise=None,
 )
 MODEL_NAME = "player"
@@ -119,7 +119,7 @@ def run(url: str, work: Path, settings: Settings) -> tuple[Any, list[StepRecord]
 def main() -> None:
     """The run, then the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="64 sessions, and 10 steps")
+    parser.add_argument("--quick", action="store_true", help="64 sessions, and 5 steps")
     parser.add_argument("--steps", type=int, help="how many")
     parser.add_argument("--max-staleness", type=int, help="versions; older turns are dropped")
     parser.add_argument("--url", help="the stream; a folder in --work unless given; must be new")

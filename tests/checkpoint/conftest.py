@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,8 @@ from thinwire.checkpoint import diff_checkpoint
 
 from .making import MIXED, MIXED_NEW, pack, write_folder
 
+FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_waiting_for_disks() -> Iterator[None]:
@@ -20,6 +23,13 @@ def _no_waiting_for_disks() -> Iterator[None]:
     """
     with mock.patch.object(os, "fsync", os.fstat):
         yield
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Memory, where there is some to be had: small folders are made and removed by the thousand."""
+    with tempfile.TemporaryDirectory(dir=FAST) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -16,6 +17,7 @@ BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64, "I64": 64, "I32": 32, "U8":
 BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "F4": 4, "U16": 16, "I8": 8}
 
 Content = dict[str, bytes]
+State = dict[str, tuple[int, bytes]]
 Tensors = Mapping[str, tuple[str, Sequence[int], bytes]]
 
 
@@ -204,18 +206,67 @@ def die_at(call: int) -> None:
     """
     count = 0
 
-    def deadly(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == call:
-                if name in ("pwrite", "write"):
-                    half = bytes(args[1])[: len(args[1]) // 2]
-                    real(args[0], half, *args[2:])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return wrapper
+    def die() -> None:
+        nonlocal count
+        count += 1
+        if count == call:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     for name in FATAL:
-        setattr(os, name, deadly(name, getattr(os, name)))
+        setattr(os, name, _told(name, getattr(os, name), die))
+
+
+def killed_at_each_call(room: Path, act: Callable[[], None], copies: Path) -> Iterator[Path]:
+    """What ``act`` leaves of a folder where it is killed at each of its ``FATAL`` calls.
+
+    It runs once, and the folder is copied as each call begins, with a write half-way: who is killed
+    there does nothing more. Copies that are as the one before are left out; the last one is where
+    it ended. ``test_a_killed_process_leaves_what_is_copied`` holds this against real kills.
+    """
+    found: list[Path] = []
+    last: State | None = None
+    is_copying = False
+
+    def copy_room() -> None:
+        nonlocal is_copying, last
+        if is_copying:
+            return
+        is_copying = True
+        if (now := tree(room)) != last:
+            found.append(shutil.copytree(room, copies / str(len(found)), symlinks=True))
+            last = now
+        is_copying = False
+
+    wrappers = {name: _told(name, getattr(os, name), copy_room) for name in FATAL}
+    with mock.patch.multiple(os, **wrappers):
+        act()
+    yield from found
+    yield room
+
+
+def tree(folder: Path) -> State:
+    """Everything below a folder: kinds, modes and bytes."""
+    return {
+        str(path.relative_to(folder)): (
+            path.lstat().st_mode,
+            path.read_bytes() if path.is_file() else b"",
+        )
+        for path in folder.rglob("*")
+    }
+
+
+def _told(name: str, real: Callable[..., Any], tell: Callable[[], None]) -> Callable[..., Any]:
+    """A call that tells as it begins, or half-way where it writes."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if name not in ("pwrite", "write"):
+            tell()
+            return real(*args, **kwargs)
+        descriptor, data, *at = args
+        half = bytes(data)[: len(data) // 2]
+        written = real(descriptor, half, *at)
+        tell()
+        rest = [start + written for start in at]
+        return written + real(descriptor, bytes(data)[written:], *rest)
+
+    return wrapper

@@ -19,10 +19,13 @@ from .making import (
     Content,
     copy,
     die_at,
+    killed_at_each_call,
+    mixed_pair,
     names_in,
     patched_pair,
     rebuilt_pair,
     run_child,
+    tree,
     visible,
 )
 
@@ -46,32 +49,26 @@ def test_killed_at_every_point(
     delta = tmp_path / "d.tw"
     diff_checkpoint(base, new, delta)
     contents = visible(base), visible(new)
+    victim = copy(base, tmp_path / "room" / "victim")
     seen = set()
-    for call in itertools.count(1):
-        victim = copy(base, tmp_path / str(call) / "victim")
-
-        def update(call: int = call, victim: Path = victim) -> None:
-            die_at(call)
-            apply_in_place(victim, delta)
-
-        status = run_child(update)
-        if status == 0:
-            break
-        assert status == signal.SIGKILL
+    rooms = killed_at_each_call(
+        victim.parent, lambda: apply_in_place(victim, delta), tmp_path / "rooms"
+    )
+    for number, room in enumerate(rooms):
+        victim = room / "victim"
         state = check_whole(victim, *contents)
         seen.add(state)
-        if call % 2:
+        if number % 2:
             outcome = recover(victim)
             assert outcome == "finished" if state == "unfinished" else outcome != "finished"
             assert visible(victim) == contents[state != "old"]
         apply_in_place(victim, delta)
         assert visible(victim) == contents[1]
-        hidden = {name for name in names_in(victim.parent) if name != "victim"}
+        hidden = {name for name in names_in(room) if name != "victim"}
         hidden |= (
             {name for name in names_in(victim) if name[0] == "."} if victim.is_dir() else set()
         )
         assert not hidden
-        shutil.rmtree(victim.parent)
     assert seen == {"old", "unfinished", "new"}
 
 
@@ -83,36 +80,49 @@ def test_recovery_killed_at_every_point(
     delta = tmp_path / "d.tw"
     diff_checkpoint(base, new, delta)
     contents = visible(base), visible(new)
+    victim = copy(base, tmp_path / "room" / "victim")
+    rooms = killed_at_each_call(
+        victim.parent, lambda: apply_in_place(victim, delta), tmp_path / "rooms"
+    )
+    unfinished = next(
+        room for room in rooms if check_whole(room / "victim", *contents) == "unfinished"
+    )
+    rooms = killed_at_each_call(
+        unfinished, lambda: recover(unfinished / "victim"), tmp_path / "recovered"
+    )
+    for room in rooms:
+        if check_whole(room / "victim", *contents) == "unfinished":
+            assert recover(room / "victim") == "finished"
+        assert visible(room / "victim") == contents[1]
 
-    def unfinished(target: Path) -> Path:
-        for call in itertools.count(1):
-            victim = copy(base, target)
 
-            def update(call: int = call, victim: Path = victim) -> None:
-                die_at(call)
-                apply_in_place(victim, delta)
-
-            assert run_child(update) == signal.SIGKILL
-            if check_whole(victim, *contents) == "unfinished":
-                return victim
-            shutil.rmtree(victim)
-        raise AssertionError
-
-    source = unfinished(tmp_path / "unfinished")
+def test_a_killed_process_leaves_what_is_copied(tmp_path: Path) -> None:
+    """The other tests run once and copy the folder at each call: as if killed there, it says."""
+    base, new = mixed_pair(tmp_path / "pair")
+    diff_checkpoint(base, new, tmp_path / "d.tw")
+    victim = copy(base, tmp_path / "room" / "victim")
+    rooms = killed_at_each_call(
+        victim.parent, lambda: apply_in_place(victim, tmp_path / "d.tw"), tmp_path / "rooms"
+    )
+    copied = [tree(room) for room in rooms]
+    killed = []
     for call in itertools.count(1):
-        victim = copy(source, tmp_path / "victim")
+        victim = copy(base, tmp_path / "victims" / "victim")
 
         def update(call: int = call, victim: Path = victim) -> None:
             die_at(call)
-            recover(victim)
+            apply_in_place(victim, tmp_path / "d.tw")
 
         status = run_child(update)
-        if check_whole(victim, *contents) == "unfinished":
-            assert recover(victim) == "finished"
-        assert visible(victim) == contents[1]
-        shutil.rmtree(victim)
+        killed.append(tree(victim.parent))
+        shutil.rmtree(victim.parent)
         if status == 0:
             break
+        assert status == signal.SIGKILL
+    assert [state for state, _ in itertools.groupby(killed)] == [
+        state for state, _ in itertools.groupby(copied)
+    ]
+    assert len(copied) > 20
 
 
 def test_what_is_durable_before_what(

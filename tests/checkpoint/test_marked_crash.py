@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +20,11 @@ from .making import (
     MIXED,
     MIXED_NEW,
     Content,
-    die_at,
+    killed_at_each_call,
     names_in,
     pack,
     patched_pair,
     rebuilt_pair,
-    run_child,
     visible,
     write_folder,
 )
@@ -54,22 +51,11 @@ def is_unfinished(path: Path) -> bool:
     return os.path.lexists(path / ".thinwire-redo")
 
 
-def kill_everywhere(
-    make: Callable[[Path], Path], act: Act, old: State, new: State, tmp_path: Path
-) -> set[str]:
+def kill_everywhere(start: Path, act: Act, old: State, new: State, tmp_path: Path) -> set[str]:
     """Kill ``act`` at each of its calls; returns the states in which it left the folder."""
     seen = set()
-    for call in itertools.count(1):
-        victim = make(tmp_path / "victims" / str(call))
-
-        def update(call: int = call, victim: Path = victim) -> None:
-            folder = MarkedFolder(victim)
-            die_at(call)
-            act(folder)
-
-        status = run_child(update)
+    for number, victim in enumerate(killed(start, act, tmp_path / "killed")):
         if is_unfinished(victim):
-            assert status == signal.SIGKILL
             seen.add("unfinished")
             if visible(victim):
                 with pytest.raises(BaseUnusable):
@@ -79,7 +65,7 @@ def kill_everywhere(
             seen.add("old" if state(victim) == old else "new")
         was_unfinished = is_unfinished(victim)
         # Half of them recover by being read, half by the next update.
-        if call % 2:
+        if number % 2:
             before = state(victim)
             mark = MarkedFolder(victim).read_mark()
             assert state(victim) == (new if was_unfinished else before)
@@ -88,11 +74,12 @@ def kill_everywhere(
         assert state(victim) == new
         hidden = {name for name in names_in(victim) if name[0] == "."}
         assert hidden <= {MARK_NAME}
-        shutil.rmtree(victim)
-        if status == 0:
-            return seen
-        assert status == signal.SIGKILL
-    raise AssertionError
+    assert not was_unfinished
+    return seen
+
+
+def killed(victim: Path, act: Act, copies: Path) -> Iterator[Path]:
+    return killed_at_each_call(victim, lambda: act(MarkedFolder(victim)), copies)
 
 
 def applying(delta: Path, mark: bytes, only: set[str] | None = None) -> Act:
@@ -120,7 +107,7 @@ def test_apply(
     base, new = make_pair(tmp_path / "pair")
     diff_checkpoint(base, new, tmp_path / "d.tw")
     seen = kill_everywhere(
-        lambda target: marked(base, target, old_mark),
+        marked(base, tmp_path / "victim", old_mark),
         applying(tmp_path / "d.tw", b"two, longer"),
         (visible(base), old_mark),
         (visible(new), b"two, longer"),
@@ -133,7 +120,7 @@ def test_only_the_mark_switches(tmp_path: Path) -> None:
     base, _ = patched_pair(tmp_path / "pair")
     diff_checkpoint(base, base, tmp_path / "same.tw")
     seen = kill_everywhere(
-        lambda target: marked(base, target, b"one"),
+        marked(base, tmp_path / "victim", b"one"),
         applying(tmp_path / "same.tw", b"two"),
         (visible(base), b"one"),
         (visible(base), b"two"),
@@ -146,7 +133,7 @@ def test_the_folder_already_is_the_result(tmp_path: Path) -> None:
     base, new = patched_pair(tmp_path / "pair")
     diff_checkpoint(base, new, tmp_path / "d.tw")
     seen = kill_everywhere(
-        lambda target: marked(new, target, b"one"),
+        marked(new, tmp_path / "victim", b"one"),
         applying(tmp_path / "d.tw", b"two"),
         (visible(new), b"one"),
         (visible(new), b"two"),
@@ -165,7 +152,7 @@ def test_a_partial_folder(tmp_path: Path) -> None:
     part = write_folder(tmp_path / "part", {"p.safetensors": pack(some), "config.json": "a"})
     new = {name: MIXED_NEW[name] for name in some}
     seen = kill_everywhere(
-        lambda target: marked(part, target, b"one"),
+        marked(part, tmp_path / "victim", b"one"),
         applying(tmp_path / "d.tw", b"two", set(some)),
         (visible(part), b"one"),
         ({"p.safetensors": pack(new), "config.json": b"b"}, b"two"),
@@ -178,7 +165,7 @@ def test_a_partial_folder(tmp_path: Path) -> None:
 def test_install_over_another(old_mark: bytes | None, tmp_path: Path) -> None:
     base, new = rebuilt_pair(tmp_path / "pair")
     seen = kill_everywhere(
-        lambda target: marked(base, target, old_mark),
+        marked(base, tmp_path / "victim", old_mark),
         installing(visible(new), b"two"),
         (visible(base), old_mark),
         (visible(new), b"two"),
@@ -188,41 +175,42 @@ def test_install_over_another(old_mark: bytes | None, tmp_path: Path) -> None:
 
 
 def test_install_into_an_empty_folder(tmp_path: Path) -> None:
-    def make(target: Path) -> Path:
-        target.mkdir(parents=True)
-        return target
-
+    (tmp_path / "victim").mkdir()
     _, new = rebuilt_pair(tmp_path / "pair")
     seen = kill_everywhere(
-        make, installing(visible(new), b"two"), ({}, None), (visible(new), b"two"), tmp_path
+        tmp_path / "victim",
+        installing(visible(new), b"two"),
+        ({}, None),
+        (visible(new), b"two"),
+        tmp_path,
     )
     assert seen == {"old", "unfinished", "new"}
 
 
 def test_create_and_install(tmp_path: Path) -> None:
     content = {"m.safetensors": pack(MIXED)}
-    for call in itertools.count(1):
-        victim = tmp_path / str(call) / "deep" / "victim"
-
-        def update(call: int = call, victim: Path = victim) -> None:
-            die_at(call)
-            installing(content, b"one")(MarkedFolder(victim))
-
-        status = run_child(update)
+    install = installing(content, b"one")
+    (tmp_path / "room").mkdir()
+    rooms = killed_at_each_call(
+        tmp_path / "room",
+        lambda: install(MarkedFolder(tmp_path / "room" / "deep" / "victim")),
+        tmp_path / "killed",
+    )
+    for room in rooms:
+        victim = room / "deep" / "victim"
         folder = MarkedFolder(victim)
         mark = folder.read_mark()
         assert state(victim) in (({}, None), (content, b"one"))
         assert mark == state(victim)[1]
-        installing(content, b"one")(folder)
+        install(folder)
         assert state(victim) == (content, b"one")
-        if status == 0:
-            break
+    assert mark == b"one"
 
 
 def test_unmark(tmp_path: Path) -> None:
     base, _ = patched_pair(tmp_path / "pair")
     seen = kill_everywhere(
-        lambda target: marked(base, target, b"one"),
+        marked(base, tmp_path / "victim", b"one"),
         MarkedFolder.unmark,
         (visible(base), b"one"),
         (visible(base), None),
@@ -231,23 +219,10 @@ def test_unmark(tmp_path: Path) -> None:
     assert seen == {"old", "new"}
 
 
-def interrupted(make: Callable[[Path], Path], act: Act, target: Path) -> Path:
+def interrupted(victim: Path, act: Act, copies: Path) -> Path:
     """A folder that was left with a sealed log and with some of it done."""
-    found = []
-    for call in itertools.count(1):
-        victim = make(target.with_name(f"{target.name}-{call}"))
-
-        def update(call: int = call, victim: Path = victim) -> None:
-            folder = MarkedFolder(victim)
-            die_at(call)
-            act(folder)
-
-        status = run_child(update)
-        if is_unfinished(victim):
-            found.append(victim)
-        if status == 0:
-            return found[len(found) // 2]
-    raise AssertionError
+    found = [folder for folder in killed(victim, act, copies) if is_unfinished(folder)]
+    return found[len(found) // 2]
 
 
 @pytest.mark.parametrize("how", ["apply", "install"])
@@ -260,45 +235,25 @@ def test_recovery_killed_at_every_point(
     act = applying(tmp_path / "d.tw", b"two")
     if how == "install":
         act = installing(visible(new), b"two")
-    source = interrupted(lambda target: marked(base, target, b"one"), act, tmp_path / "interrupted")
-    for call in itertools.count(1):
-        victim = marked(source, tmp_path / str(call), None)
-
-        def update(call: int = call, victim: Path = victim) -> None:
-            folder = MarkedFolder(victim)
-            die_at(call)
-            folder.recover()
-
-        status = run_child(update)
+    source = interrupted(marked(base, tmp_path / "victim", b"one"), act, tmp_path / "interrupted")
+    for victim in killed(source, MarkedFolder.recover, tmp_path / "killed"):
         assert MarkedFolder(victim).read_mark() == b"two"
         assert state(victim) == (visible(new), b"two")
-        if status == 0:
-            break
 
 
 def test_unmark_of_an_interrupted_update(tmp_path: Path) -> None:
     base, new = patched_pair(tmp_path / "pair")
     diff_checkpoint(base, new, tmp_path / "d.tw")
     source = interrupted(
-        lambda target: marked(base, target, b"one"),
+        marked(base, tmp_path / "victim", b"one"),
         applying(tmp_path / "d.tw", b"two"),
         tmp_path / "interrupted",
     )
-    for call in itertools.count(1):
-        victim = marked(source, tmp_path / str(call), None)
-
-        def update(call: int = call, victim: Path = victim) -> None:
-            folder = MarkedFolder(victim)
-            die_at(call)
-            folder.unmark()
-
-        status = run_child(update)
+    for victim in killed(source, MarkedFolder.unmark, tmp_path / "killed"):
         mark = MarkedFolder(victim).read_mark()
         assert mark in (b"two", None)
         assert state(victim) == (visible(new), mark)
-        if status == 0:
-            assert mark is None
-            break
+    assert mark is None
 
 
 @pytest.mark.parametrize("log", ["none", "whole", "broken"])
@@ -308,21 +263,13 @@ def test_clear(log: str, tmp_path: Path) -> None:
     source = marked(base, tmp_path / "source", b"one")
     if log != "none":
         source = interrupted(
-            lambda target: marked(base, target, b"one"),
+            marked(base, tmp_path / "victim", b"one"),
             applying(tmp_path / "d.tw", b"two"),
             tmp_path / "interrupted",
         )
     if log == "broken":
         (source / ".thinwire-redo" / "log").write_bytes(b"broken")
-    for call in itertools.count(1):
-        victim = marked(source, tmp_path / str(call), None)
-
-        def update(call: int = call, victim: Path = victim) -> None:
-            folder = MarkedFolder(victim)
-            die_at(call)
-            folder.clear()
-
-        status = run_child(update)
+    for victim in killed(source, MarkedFolder.clear, tmp_path / "killed"):
         # A mark that is still there, or comes with the log, never stands for something else.
         try:
             mark = MarkedFolder(victim).read_mark()
@@ -335,8 +282,6 @@ def test_clear(log: str, tmp_path: Path) -> None:
         assert not [name for name in names_in(victim) if name.endswith(".safetensors")]
         installing(visible(new), b"three")(MarkedFolder(victim))
         assert state(victim) == (visible(new), b"three")
-        if status == 0:
-            break
 
 
 def test_what_is_durable_before_what(

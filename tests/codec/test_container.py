@@ -104,7 +104,7 @@ def _is_error_or_right(read: Callable[[bytes], dict[str, np.ndarray]], payload: 
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_random_sections_never_give_wrong_weights(data: st.DataObject) -> None:
     sections = bytearray(unpack(PAYLOAD).sections)
     start = data.draw(st.integers(0, len(sections) - 1))

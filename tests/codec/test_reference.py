@@ -69,13 +69,13 @@ def assert_decodes(codec: _native.Codec, chunk: Chunk, data: bytes, positions: n
 
 
 @given(chunks())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_chunks_with_fitted_tables(chunk: Chunk) -> None:
     assert_same(chunk, fitted(chunk))
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_chunks_with_any_tables(data: st.DataObject) -> None:
     chunk = data.draw(chunks())
     assert_same(chunk, data.draw(tables_for(chunk.dtype)))
@@ -111,7 +111,7 @@ def test_capacity_decides_nothing_but_whether_it_fits(name: str) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_table_and_shift_decodes(data: st.DataObject) -> None:
     # An encoder may choose any; ours would not choose these.
     chunk = data.draw(chunks())
@@ -125,7 +125,7 @@ def test_every_table_and_shift_decodes(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_bytes_that_no_encoder_wrote(data: st.DataObject) -> None:
     # Nothing to agree on but whether they are corrupt, and else what they mean.
     chunk = data.draw(chunks())
@@ -226,7 +226,7 @@ def test_headers_out_of_range_are_corrupt() -> None:
 
 
 @given(chunks(), st.integers(0, 4), st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_samples(chunk: Chunk, first: int, stride: int) -> None:
     dtype, base, new = chunk
     expected = reference.sample(dtype, base, new, first, stride)
@@ -237,7 +237,7 @@ def test_samples(chunk: Chunk, first: int, stride: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_fits_of_samples(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["BF16", "F8_E4M3", "F64", "I32"]))
     sources = data.draw(st.lists(chunks([name]), min_size=1, max_size=5))
@@ -247,7 +247,7 @@ def test_fits_of_samples(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_fits_of_any_counts(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     shape = data.draw(st.integers(0, 6)), 3, data.draw(st.sampled_from([1, 16, 32, 256, 2048]))

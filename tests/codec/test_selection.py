@@ -131,7 +131,7 @@ def _digest(data: bytes) -> int:
 
 
 @given(deltas(), st.sets(st.integers(0, 8).map(lambda number: f"t{number}")))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_part_of_any_delta(made: tuple[bytes, Arrays, Arrays], only: set[str]) -> None:
     check_partial(*made, only)
 

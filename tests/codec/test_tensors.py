@@ -91,7 +91,7 @@ def bits(arrays: Arrays) -> dict[str, bytes]:
 
 
 @given(checkpoints(), st.integers(1, 3))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_round_trip(pair: tuple[Arrays, Arrays], workers: int) -> None:
     base, new = pair
     before = bits(base)
@@ -129,7 +129,7 @@ def assert_described(base: Arrays, new: Arrays, payload: bytes) -> None:
 
 
 @given(checkpoints())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_changes(pair: tuple[Arrays, Arrays]) -> None:
     base, new = pair
     payload = thinwire.encode_tensors(base, new)
@@ -146,7 +146,7 @@ def test_changes(pair: tuple[Arrays, Arrays]) -> None:
 
 
 @given(checkpoints())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_in_place(pair: tuple[Arrays, Arrays]) -> None:
     base, new = pair
     before = bits(base)
@@ -162,7 +162,7 @@ def test_in_place(pair: tuple[Arrays, Arrays]) -> None:
 
 
 @given(checkpoints(), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_base_that_differs_is_never_taken(
     pair: tuple[Arrays, Arrays], data: st.DataObject
 ) -> None:

@@ -47,11 +47,11 @@ def test_the_quick_run(tmp_path: Path) -> None:
     last = found["versions"]
     assert samplers.pop(killed)["versions"][-1] < last
     assert all(sampler["versions"][-1] == last for sampler in samplers.values())
-    assert samplers["europe-3"]["versions"][0] > 1
+    assert samplers["europe-2"]["versions"][0] > 1
 
     check_the_outage(found)
     for region in found["traffic"].values():
-        # A toy: its weights change nearly all in each step. But both samplers share each byte.
+        # A toy: its weights change nearly all in each step.
         assert region["sync_bytes"] / region["versions"] < region["full_bytes"]
     report = (tmp_path / "report" / "report.md").read_text()
     for picture in PICTURES:
@@ -61,10 +61,9 @@ def test_the_quick_run(tmp_path: Path) -> None:
 
 def check_the_outage(found: dict[str, Any]) -> None:
     """What was missed came as merged deltas: fewer objects than versions."""
-    for name in ("asia-1", "asia-2"):
-        fetched = found["samplers"][name]["fetched"]
-        assert any(what == "merge" for what, _, _ in fetched), fetched
-        assert len(found["samplers"][name]["versions"]) < found["versions"]
+    cut_off = found["samplers"]["asia-1"]
+    assert any(what == "merge" for what, _, _ in cut_off["fetched"]), cut_off["fetched"]
+    assert len(cut_off["versions"]) < found["versions"]
 
 
 def namespaces() -> list[str]:

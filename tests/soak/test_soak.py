@@ -1,4 +1,4 @@
-"""Fifty kills of real processes; `make soak` has five hundred. See benchmarks/soak."""
+"""Twenty-five kills of real processes; `make soak` has five hundred. See benchmarks/soak."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN = SOAK / "run.py"
 
 
 def test_nothing_is_lost_when_processes_are_killed(tmp_path: Path) -> None:
-    command = [sys.executable, RUN, "--rounds", "50", "--root", tmp_path / "soak"]
+    command = [sys.executable, RUN, "--rounds", "25", "--root", tmp_path / "soak"]
     found = subprocess.run(
         command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path
     )

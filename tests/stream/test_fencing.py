@@ -46,6 +46,7 @@ from .making import (
 
 _numbers = itertools.count()
 POLICY = Policy(merge_levels=(2, 4), keep_age_s=0, grace_s=10)
+ROUNDS = 8
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ class TestRace:
             first.publish(arrays, step=0)
         published = {1: arrays}
         wins = [0, 0]
-        for number in range(20):
+        for number in range(ROUNDS):
             pair = [publisher(clock, tmp_path / str(who)) for who in range(2)]
             news = [stepped(arrays, 2 * number + who) for who in range(2)]
             before = [all_bytes(tmp_path / str(who)) for who in range(2)]
@@ -127,7 +128,7 @@ class TestRace:
             for each in pair:
                 each.close()
             assert read_checkpoint(tmp_path / str(winner)) == content_of(arrays)
-        assert len(manifests(clock)) == 21
+        assert len(manifests(clock)) == ROUNDS + 1
         self.check_orphans(clock, tmp_path)
         for number, content in published.items():
             with Follower(stream_of(clock), tmp_path / "each", lease=False) as follower:
@@ -147,7 +148,7 @@ class TestRace:
             if "/deltas/" in entry.key:
                 folder = entry.key.split("/")[2]
                 steps[folder] = steps.get(folder, 0) + 1
-        assert len(steps) >= 20
+        assert len(steps) >= ROUNDS
         assert set(steps.values()) == {1}, "something of the losers is left"
 
     @pytest.mark.parametrize("count", [2, 8])
@@ -765,7 +766,8 @@ class TestPruning:
                     assert follower.catch_up().version == sum(counts), f"after {at}"
                 assert read_checkpoint(tmp_path / "f") == content_of(arrays)
                 shutil.rmtree(tmp_path / "f")
-            report = fsck(open_stream(DictStore(mended.objects)), deep=True)
+            # Weights are rebuilt, too, where that takes no longer than all the rest.
+            report = fsck(open_stream(DictStore(mended.objects)), deep=len(counts) == 1)
             assert report.is_whole, f"after {at}: {report.problems}"
         assert at > 5
 

@@ -863,7 +863,7 @@ def test_the_protocol_holds_whatever_happens() -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=EXAMPLES or 75,
+            max_examples=EXAMPLES or 30,
             stateful_step_count=25,
             derandomize=not EXAMPLES,
             # A long run is to be gone on with: what failed is kept and tried first.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from thinwire.checkpoint import Checkpoint
-from thinwire.torch.live import torch_dtype
+from thinwire.torch.dtypes import torch_dtype
 from thinwire.torch.scatter import Change
 
 Tensors = dict[str, torch.Tensor]

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from thinwire.errors import EngineError, TensorMismatch
 from thinwire.torch.attached import AttachedModel
+from thinwire.torch.costs import Costs
 from thinwire.torch.index_map import IndexMap
 from thinwire.torch.live import parameters_of
 from thinwire.torch.map_file import read_map, write_map
@@ -368,7 +369,7 @@ def test_many_changes_go_the_dense_way(tmp_path: Path) -> None:
     tensors, copy = start(engine := simple(), tmp_path)
     model = attached(engine, tmp_path)
     model.attach(copy)
-    model._swap_s_per_word, model._dense_s_per_byte = 1e-6, 1e-7
+    model._costs = Costs(1e-6, 1e-7)
     for share, is_dense in ((0.01, False), (0.9, True)):
         tensors, places = stepped(tensors, np.random.default_rng(5), share)
         copy = write_checkpoint(tmp_path / "copy", tensors)

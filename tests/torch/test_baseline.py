@@ -27,7 +27,8 @@ from thinwire.publish.attempt import Encoded, move_on
 from thinwire.publish.baseline import Baseline, Changes
 from thinwire.publish.held import Held
 from thinwire.publish.making import Facts
-from thinwire.publish.rank_publisher import RankPublisher, Settings
+from thinwire.publish.meeting import on_all
+from thinwire.publish.rank_publisher import Captured, RankPublisher, Settings
 from thinwire.publish.source import safetensors_header
 from thinwire.publish.spreading import Holding
 from thinwire.publish.staging import Found, Staging
@@ -367,9 +368,8 @@ class Trainer:
                 region.baseline[:] = part.view(np.uint8)
         facts = Facts(step, {"rank": self.ranks.rank})
         try:
-            return self.publisher.publish(
-                f"{self._count}", "line", staging, facts, self.phases.append, {}
-            )
+            captured = Captured(staging, facts)
+            return self.publisher.publish(f"{self._count}", "line", captured, self.phases.append)
         finally:
             if staging is not None:
                 staging.close()
@@ -705,3 +705,23 @@ def check_run_once(url: str, folder: Path, tensors: Sequence[Tensor]) -> None:
             trainer.publish(random_model(tensors, np.random.default_rng(0)), 0)
 
     on_ranks(1, act)
+
+
+def test_a_failure_is_the_same_error_on_every_rank() -> None:
+    """Also of what is no error of thinwire's; of two that fail, the first one's."""
+
+    def act(line: ThreadRanks) -> ThinwireError:
+        def prepare() -> None:
+            if line.rank == 1:
+                raise MemoryError("no memory")
+            if line.rank == 2:
+                raise KeyError("w")
+
+        with pytest.raises(ThinwireError) as raised:
+            on_all(line, prepare)
+        return raised.value
+
+    found = on_ranks(3, act)
+    assert [str(error) for error in found] == [str(found[0])] * 3
+    assert "rank 1: MemoryError: no memory" in str(found[0])
+    assert isinstance(found[1].__cause__, MemoryError)

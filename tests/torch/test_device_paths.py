@@ -298,7 +298,7 @@ def test_no_copy_of_what_is_found_on_the_device(tmp_path: Path) -> None:
         for _ in range(4):
             one.publish()
         assert one.choice.startswith("device: ")
-        (stream,) = one.publisher._capture._streams.values()
+        (stream,) = one.publisher._capture._capture._streams.values()
         assert stream._buffers is not None
         slabs = [Span.of(slab.memory, is_write=False) for slab in stream._buffers.slabs]
         seen = len(one.weights.device.accesses)
@@ -529,7 +529,7 @@ def test_closing_gives_back_what_it_holds(tmp_path: Path) -> None:
     with scene(tmp_path, device_diff="on") as one:
         for _ in range(4):
             one.publish()
-        inside = one.publisher._capture
+        inside = one.publisher._capture._capture
         (stream,) = inside._streams.values()
         (diff,) = inside._diffs.values()
         assert stream._buffers is not None

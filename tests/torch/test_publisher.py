@@ -141,7 +141,7 @@ class TestTraining:
             sizes.append(sum(map(len, told.values())))
         assert max(sizes[6:]) <= max(sizes[:6])
         kept = sorted(p.name for p in publisher._rank_folder.rglob("*") if p.is_file())
-        assert kept == [".thinwire-lock", "stream.json"]
+        assert kept == [".thinwire-lock", "stream-id"]
 
 
 class TestTickets:

@@ -15,7 +15,7 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
-from thinwire.errors import Unavailable
+from thinwire.errors import LineageChanged, Unavailable
 from thinwire.follow import open_stream
 from thinwire.publish.rank_publisher import RankPublisher
 from thinwire.publish.settings import Settings
@@ -34,11 +34,11 @@ def by_a_trainer(url: Path, scratch: Path) -> int:
         return done(publisher.publish()).version
 
 
-def by_two_ranks(url: Path, scratch: Path) -> int:
-    """Only open."""
+def by_two_ranks(url: Path, scratch: Path, hosts: tuple[int, int] = (0, 1)) -> int:
+    """Only open; which rank's folder is which."""
 
     def act(line: ThreadRanks) -> int:
-        folder = scratch / f"rank{line.rank}"
+        folder = scratch / f"host{hosts[line.rank]}"
         folder.mkdir(parents=True, exist_ok=True)
         half = (((200 * line.rank, 200 * (line.rank + 1)),),)
         stream = open_stream(url, retry_s=0)
@@ -76,3 +76,30 @@ def test_another_folder_begins_another_stream(tmp_path: Path) -> None:
     assert by_a_trainer(tmp_path / "other", tmp_path / "scratch") == 1
     (tmp_path / "store").rename(tmp_path / "away")
     assert by_a_trainer(tmp_path / "store", tmp_path / "more scratch") == 1
+
+
+def test_another_rank_remembers_it(tmp_path: Path) -> None:
+    """Rank 0 of the restarted job is on a host that never saw the stream."""
+    url, scratch = tmp_path / "store", tmp_path / "scratch"
+    by_two_ranks(url, scratch)
+    url.rename(tmp_path / "away")
+    with pytest.raises(Unavailable, match="was a stream at"):
+        by_two_ranks(url, scratch, (2, 0))
+    assert not url.exists()
+    (tmp_path / "away").rename(url)
+    by_two_ranks(url, scratch, (2, 0))
+    # It remembers now, too.
+    url.rename(tmp_path / "away")
+    with pytest.raises(Unavailable, match="was a stream at"):
+        by_two_ranks(url, scratch, (2, 3))
+
+
+@pytest.mark.parametrize("publish", [by_a_trainer, by_two_ranks])
+def test_another_stream_in_its_place(publish: Callable[[Path, Path], int], tmp_path: Path) -> None:
+    url, scratch = tmp_path / "store", tmp_path / "scratch"
+    publish(url, scratch)
+    url.rename(tmp_path / "away")
+    publish(url, tmp_path / "others")
+    with pytest.raises(LineageChanged, match=r"scratch.* is of another stream") as raised:
+        publish(url, scratch)
+    assert "remove the folder" in raised.value.hint

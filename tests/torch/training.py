@@ -17,7 +17,7 @@ from thinwire.store import open_store
 from thinwire.stream.events import Event
 from thinwire.testing import FaultStore, Rates
 from thinwire.torch import Ticket, TorchPublisher
-from thinwire.torch.state import dtype_name
+from thinwire.torch.dtypes import dtype_name
 
 from .making import held_in
 

@@ -4,7 +4,7 @@ Each line of its standard input asks for one model, which is loaded when it is f
 ``{"model": folder, "prompts": [[token, ...]], "generate": n, "texts": [[token, ...]]}``. Each line
 that it answers holds ``generated`` (for each prompt its n greedy tokens and the log-probability of
 each, one prompt at a time) and ``scores`` (for each text the log-probability of every token but the
-first, given those before).
+first, given those before). ``{"pack": shape}`` asks for an array as vLLM packs experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+        asked = json.loads(line)
+        answer = _packed(asked["pack"]) if "pack" in asked else _answer(asked)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
@@ -46,6 +48,19 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
         pairs = zip(request.prompt_token_ids[1:], request.prompt_logprobs[1:], strict=True)
         scores.append([at[token].logprob for token, at in pairs])
     return {"generated": generated, "scores": scores}
+
+
+def _packed(shape: list[int]) -> dict[str, Any]:
+    import numpy as np
+    from vllm.entrypoints.openai.completion.protocol import CompletionResponseChoice
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensChoice
+    from vllm.utils.serial_utils import numpy2base64
+
+    for choice in (GenerateTokensChoice, CompletionResponseChoice):
+        assert "routed_experts" in choice.model_fields
+    assert "weight_versions" in GenerateTokensChoice.model_fields
+    array = np.arange(np.prod(shape)).reshape(shape)
+    return {"packed": [numpy2base64(array.astype(kind)) for kind in ("u1", "<u2", "<i4")]}
 
 
 def _loaded(folder: str) -> Any:

@@ -1,6 +1,6 @@
 """Updates in a row under constant load: no request fails, and none is answered by a mixed model.
 
-``THINWIRE_UPDATES`` says how many, 30 where it is not set; the bar is 200.
+``THINWIRE_UPDATES`` says how many, 20 where it is not set; the bar is 200.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .following import (
 from .fresh import FreshLoads, Output
 from .server import VllmServer
 
-_UPDATES = int(os.environ.get("THINWIRE_UPDATES", "30"))
+_UPDATES = int(os.environ.get("THINWIRE_UPDATES", "20"))
 _CLIENTS = 8
 _TOKENS = 16
 # Each version changes this much of every tensor: a single tensor left at the version before shifts
 # an answer's log-probabilities by 0.03 at least, and answers of one rank have no noise at all.
 _SHARE = 0.05
 # Updates after which memory must not grow any more, and by how much it may all the same. The words
-# that an update exchanges are 0.1 MiB here, a copy of the model is 0.7 MiB: of 20 updates either
+# that an update exchanges are 0.1 MiB here, a copy of the model is 0.7 MiB: of 12 updates either
 # would be seen if it stayed.
-_WARM_UP = 10
-_SLACK_BYTES = 2 << 20
+_WARM_UP = 8
+_SLACK_BYTES = 1 << 20
 
 
 @dataclass

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ from thinwire.engines.record import Record, npy_experts
 
 from .following import PROMPTS, TOKENS, Rollout, complete_body, generate_body
 from .fresh import FreshLoads
-from .server import SETTINGS, VllmServer
+from .server import VllmServer
 
 
 def generated(server: VllmServer, prompt: list[int], **sampling: Any) -> Record:
@@ -114,30 +110,7 @@ def test_log_probabilities_are_those_before_the_temperature(server: VllmServer) 
     pytest.fail("the likeliest token never came")
 
 
-# In a process of its own: in this one, vllm is the folder of these tests.
-_PACKS = """
-import json
-import numpy as np
-from vllm.entrypoints.openai.completion.protocol import CompletionResponseChoice
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensChoice
-from vllm.utils.serial_utils import numpy2base64
-
-for choice in (GenerateTokensChoice, CompletionResponseChoice):
-    assert "routed_experts" in choice.model_fields
-assert "weight_versions" in GenerateTokensChoice.model_fields
-array = np.arange(5 * 3 * 2).reshape(5, 3, 2)
-print(json.dumps([numpy2base64(array.astype(kind)) for kind in ("u1", "<u2", "<i4")]))
-"""
-
-
-def test_experts_are_packed_as_this_vllm_packs_them() -> None:
+def test_experts_are_packed_as_this_vllm_packs_them(fresh: FreshLoads) -> None:
     """Its own encoder; a CPU build cannot capture them (it needs Triton)."""
-    ran = subprocess.run(
-        [sys.executable, "-c", _PACKS],
-        env={**os.environ, **SETTINGS},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    for text in json.loads(ran.stdout.splitlines()[-1]):
+    for text in fresh.packed_experts():
         assert npy_experts(text).array().ravel().tolist() == list(range(30))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -51,6 +51,7 @@ class Leader:
         folder: Scratch.
         settings: What the trainer asks for.
         observers: Told of every event.
+        noted: As of :func:`create_stream`, from the folders of all ranks.
 
     Attributes:
         carried: What the next delta carries besides the trainer's tensors.
@@ -68,6 +69,7 @@ class Leader:
         folder: Path,
         settings: Settings,
         observers: Observers,
+        noted: Mapping[str, str],
     ) -> None:
         self._stream = stream
         self._ranks = ranks
@@ -78,7 +80,7 @@ class Leader:
         self.carried = Carried()
         self.must_mend = False
         self.plan: Plan | None = None
-        create_stream(stream, folder)
+        create_stream(stream, noted)
         self._committer = Committer(stream, new_lineage=settings.new_lineage)
         end = self._committer.end
         if end is not None and not settings.new_lineage:

@@ -51,21 +51,26 @@ def meet(ranks: Ranks, stream: Stream, holdings: Sequence[Holding]) -> tuple[lis
 
 
 def on_all(ranks: Ranks, prepare: Callable[[], T]) -> T:
-    """What ``prepare`` returns, once it did on every rank; else its error, on every rank."""
+    """What ``prepare`` returns, once it did on every rank.
+
+    Raises:
+        ThinwireError: That of the first rank on which it failed, on every rank. What one rank alone
+            met is raised as it is.
+    """
     found: T | None = None
-    fault = None
     mine: Exception | None = None
     try:
         found = prepare()
     except Exception as error:
-        fault, mine = Fault.of(error), error
-    said = ranks.share(msgspec.msgpack.encode(fault))
-    if mine is not None:
+        mine = error
+    if mine is not None and ranks.size == 1:
         raise mine
+    fault = None if mine is None else Fault.of(mine)
+    said = ranks.share(msgspec.msgpack.encode(fault))
     for rank, data in enumerate(said):
-        other = msgspec.msgpack.decode(data, type=Fault | None)
-        if other is not None:
-            raise other.error(rank)
+        first = msgspec.msgpack.decode(data, type=Fault | None)
+        if first is not None:
+            raise first.error(rank) from mine
     return cast(T, found)
 
 

@@ -27,6 +27,7 @@ from thinwire.publish.attempt import (
 )
 from thinwire.publish.baseline import Allocate, Baseline, in_memory
 from thinwire.publish.committing import Place
+from thinwire.publish.creation import note_stream, noted_stream
 from thinwire.publish.first import FirstVersion, weights_files
 from thinwire.publish.leader import Leader
 from thinwire.publish.making import Facts
@@ -125,6 +126,7 @@ class RankPublisher:
             hosts, self.plan = meet(ranks, stream, holdings)
             if self._leader is not None:
                 self._leader.plan = self.plan
+            on_all(ranks, lambda: note_stream(folder, stream.record().stream))
             start = self._begin()
             self.baseline = on_all(ranks, lambda: Baseline(self.plan, ranks.rank, allocate))
             if start.link is not None:
@@ -227,10 +229,22 @@ class RankPublisher:
         return verdict.manifest
 
     def _open(self, observers: Observers) -> None:
-        """Rank 0 opens the stream for publishing."""
+        """Rank 0 opens the stream for publishing.
+
+        Which stream it was before may be known to other ranks alone: a restarted job may have its
+        rank 0 on another host.
+        """
+        own = on_all(self.ranks, lambda: noted_stream(self._folder))
+        said = [
+            msgspec.msgpack.decode(data, type=tuple[str, str])
+            for data in self.ranks.share(msgspec.msgpack.encode((own, str(self._folder))))
+        ]
+        noted = {stream: folder for stream, folder in said if stream}
 
         def lead() -> Start:
-            self._leader = Leader(self.stream, self.ranks, self._folder, self._settings, observers)
+            self._leader = Leader(
+                self.stream, self.ranks, self._folder, self._settings, observers, noted
+            )
             return Start()
 
         self._told("opened", lead)

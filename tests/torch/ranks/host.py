@@ -8,6 +8,7 @@ everything that still runs is killed.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -25,6 +26,8 @@ def main() -> None:
     importlib.import_module("torch._dynamo")
     from ranks import programs, worker
 
+    # Ranks share what is here as long as they do not touch it, as collections would.
+    gc.freeze()
     running: set[int] = set()
     _answer({"ready": sorted(programs.PROGRAMS)})
     for line in sys.stdin:

@@ -76,14 +76,16 @@ def deal(rank: Rank) -> None:
     by_leave: each step waits for the test's leave;
     until_errors: end after so many errors;
     ahead: steps that are not waited for before the next one;
-    fail: rank, step, operation, fault: how this rank's store fails during that step, or once;
+    fails: rank, step, operation, fault: how this rank's store fails during that step, or once;
     hold: rank, step: until the test releases it, an upload of that rank takes;
-    misfit: rank, step: there the model changes its shape for once.
+    misfits: rank, step: there the model changes its shape for once.
     """
     options = rank.options
     dealt = Dealt(rank.size, options["seed"])
-    hold, fail, misfit = (options.get(name) or {} for name in ("hold", "fail", "misfit"))
+    hold = options.get("hold") or {}
+    fails, misfits = (options.get(name) or [] for name in ("fails", "misfits"))
     now, failures = -1, 0
+    fail: dict[str, Any] = {}
 
     def is_here(where: dict[str, Any]) -> bool:
         return where.get("rank") == rank.rank and where.get("step") == now
@@ -112,9 +114,9 @@ def deal(rank: Rank) -> None:
             if not is_ahead:
                 _say_ends(rank, pending)
             now = step
-            rates = {fail["operation"]: Rates(**{fail["fault"]: 1.0})} if is_here(fail) else {}
-            store.set_rates(rates)
-            dealt.go_to(step, shape_change=is_here(misfit))
+            fail = next(filter(is_here, fails), {})
+            store.set_rates({fail["operation"]: Rates(**{fail["fault"]: 1.0})} if fail else {})
+            dealt.go_to(step, shape_change=any(map(is_here, misfits)))
             rank.say("begin", step=step)
             try:
                 ticket = publisher.publish(step, metadata={"seed": options["seed"]})
