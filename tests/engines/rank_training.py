@@ -1,16 +1,21 @@
-"""One rank of a training, started by torchrun: `rank_training.py ddp|fsdp2 URL MODEL FOLDER`.
+"""Trainings of two ranks, one after the other: `rank_training.py FOLDER KIND...`.
 
-Beside what thinwire publishes, rank 0 writes the whole weights of every step into the folder.
+Each kind, "ddp" or "fsdp2", trains what is in FOLDER/KIND/model and publishes it to a stream beside
+it; rank 0 also writes the whole weights of every step into FOLDER/KIND. Ranks are forked, and told
+who they are as torchrun tells it: all is imported once, which takes longer than the trainings.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # else each rank imports it at its first step
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
@@ -19,6 +24,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from thinwire.engines.trl import ThinwireCallback
 
 STEPS = 3
+RANKS = 2
 
 
 class GatheringWitness(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -55,12 +61,13 @@ def load(kind: str, folder: str) -> Any:
     )
 
 
-def main(kind: str, url: str, model_folder: str, folder: Path) -> None:
+def train(kind: str, folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 32, (64, 8), generator=generator)
     witness = GatheringWitness(folder)
+    url = (folder / "store").as_uri()
     Trainer(
-        model=load(kind, model_folder),
+        model=load(kind, str(folder / "model")),
         args=TrainingArguments(
             output_dir=str(folder / "out"),
             max_steps=STEPS,
@@ -79,5 +86,33 @@ def main(kind: str, url: str, model_folder: str, folder: Path) -> None:
     print("sharded:", sorted(witness.sharded))
 
 
+def fork(rank: int, port: int, kind: str, folder: Path) -> int:
+    """A rank's process id."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in facts.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        train(kind, folder)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def main(folder: Path, kinds: list[str]) -> None:
+    for kind in kinds:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for pid in [fork(rank, port, kind, folder / kind) for rank in range(RANKS)]:
+            if os.waitpid(pid, 0)[1]:
+                sys.exit(f"{kind}: a rank failed")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from thinwire.engines import driver as driver_module
+from thinwire.engines import patience
 from thinwire.engines.driver import Deadlines, Driver, Served
 from thinwire.engines.engine import Policy, label_of
 from thinwire.errors import (
@@ -173,7 +173,7 @@ def stand_in(folder: Path, policy: Policy = KEEP, **options: Any) -> Iterator[St
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "_MAX_WAIT_S", 0.02)
+    monkeypatch.setattr(patience, "_MAX_WAIT_S", 0.02)
 
 
 def steps_in_pause(log: list[str]) -> list[str]:

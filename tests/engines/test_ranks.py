@@ -20,16 +20,17 @@ from .making import bits, rebuilt, tiny_model
 
 SCRIPT = Path(__file__).with_name("rank_training.py")
 TIMEOUT_S = 300
+KINDS = ("ddp", "fsdp2")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_followers_see_the_whole_weights_of_every_step(tmp_path: Path, kind: str) -> None:
-    url, folder, model = (tmp_path / "store").as_uri(), tmp_path / "trained", tmp_path / "model"
-    folder.mkdir()
-    tiny_model(is_tied=kind == "ddp").save_pretrained(model)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of trainings of every kind that have ended."""
+    folder = tmp_path_factory.mktemp("trained")
+    for kind in KINDS:
+        tiny_model(is_tied=kind == "ddp").save_pretrained(folder / kind / "model")
     done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), kind, url, str(model), str(folder)],
+        [sys.executable, str(SCRIPT), str(folder), *KINDS],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -37,7 +38,15 @@ def test_followers_see_the_whole_weights_of_every_step(tmp_path: Path, kind: str
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = rebuilt(url, tmp_path / "live")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_followers_see_the_whole_weights_of_every_step(
+    trained: Path, tmp_path: Path, kind: str
+) -> None:
+    folder = trained / kind
+    found = rebuilt((folder / "store").as_uri(), tmp_path / "live")
     assert [version.step for version, _ in found] == [0, 1, 2, 3]
     for version, tensors in found:
         assert bits(tensors) == bits(load_file(folder / f"{version.step}.safetensors"))

@@ -32,6 +32,7 @@ from .sglang_serving import Clients, ask, ask_test, free_port, server, write_mod
 ABORT = Policy(cache="reset", pause="abort")
 KEEP = Policy(cache="keep")
 RESET = Policy(cache="reset")
+UPDATES = 12
 
 
 class Trainer:
@@ -102,7 +103,7 @@ class Run:
     [(ABORT, ()), (KEEP, ()), (RESET, ("--flushes-retracted",))],
     ids=["abort-reset", "keep-keep", "keep-reset"],
 )
-def test_twenty_updates_under_load(
+def test_updates_under_load(
     trainer: Trainer, tmp_path: Path, policy: Policy, arguments: tuple[str, ...]
 ) -> None:
     with server(write_model(tmp_path / "base", 0), "--token-s", "0.01", *arguments) as endpoint:
@@ -111,14 +112,14 @@ def test_twenty_updates_under_load(
         assert run.next().way == "attach"
         ways, pauses_s = [], []
         with Clients(endpoint, 8, 10) as clients:
-            for _ in range(20):
+            for _ in range(UPDATES):
                 label = trainer.publish()
                 served = run.next()
                 assert (served.label, served.is_proved) == (label, None)
                 assert list(served.phases)[-1] == "prove"
                 ways.append(served.way)
                 pauses_s.append(served.pause_s)
-                time.sleep(0.1)
+                time.sleep(0.05)
         run.close()
         assert set(ways) == {"changes"}
         assert not run.failures
@@ -132,7 +133,7 @@ def test_twenty_updates_under_load(
             assert all(kv == weights for weights, kv in runs), answer
         if policy is ABORT:
             assert len(runs) <= 1, answer
-    assert len(told) > 10
+    assert len(told) > UPDATES // 2
     assert max(pauses_s) < 5
 
 
@@ -146,11 +147,11 @@ def test_waiting_where_callers_pause(trainer: Trainer, tmp_path: Path) -> None:
         answers = []
 
         def some_requests() -> None:
-            for number in range(10):
+            for number in range(6):
                 answers.append(ask(endpoint, f"p{number % 2}", 10))
                 time.sleep(0.05)
 
-        for _ in range(3):
+        for _ in range(2):
             thread = threading.Thread(target=some_requests)
             thread.start()
             trainer.publish()
@@ -207,7 +208,7 @@ def test_a_load_that_hangs_is_waited_for_and_made_again(trainer: Trainer, tmp_pa
         trainer.publish()
         run = Run(trainer, endpoint, tmp_path, KEEP)
         run.next()
-        ask_test(endpoint, fault="hang", hang_s=4.0)
+        ask_test(endpoint, fault="hang", hang_s=2.5)
         label = trainer.publish()
         served = run.next()
         run.close()
@@ -282,8 +283,8 @@ def test_stock_keep_reset_serves_on_as_before(trainer: Trainer, tmp_path: Path) 
         first = trainer.publish()
         run = Run(trainer, endpoint, tmp_path, RESET)
         run.next()
-        with Clients(endpoint, 6, 40) as clients:
-            time.sleep(0.3)
+        with Clients(endpoint, 6, 20) as clients:
+            time.sleep(0.1)
             second = trainer.publish()
             results: list[Served] = []
             thread = threading.Thread(target=lambda: results.append(run.next()), daemon=True)

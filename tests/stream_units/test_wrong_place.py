@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.errors import LineageChanged, Unavailable
+from thinwire.errors import LineageChanged, NotFound, Unavailable
 from thinwire.follow import Follower, open_stream
 
 from .making import DictStore, StoreWrapper, bits, held, history, publisher, tiny
@@ -93,6 +93,33 @@ def test_it_goes_while_a_version_is_uploaded(tmp_path: Path) -> None:
         inner.objects.update(store.kept)
         assert trainer.publish(VERSIONS[2]).version == 2
     with Follower(open_stream(inner), tmp_path / "sink") as follower:
+        follower.catch_up()
+        assert held(tmp_path / "sink") == bits(VERSIONS[2])
+
+
+class ElsewhereStore(StoreWrapper):
+    """Data goes to another place, as if this one was away for a moment."""
+
+    elsewhere: DictStore | None = None
+
+    def put(self, key: str, data: bytes) -> None:
+        store = self.elsewhere if self.elsewhere is not None and "/deltas/" in key else self._store
+        store.put(key, data)
+
+    def put_file(self, key: str, path: Path) -> None:
+        self.put(key, path.read_bytes())
+
+
+def test_it_was_away_while_a_version_was_uploaded(tmp_path: Path) -> None:
+    store = ElsewhereStore(DictStore())
+    with publisher(open_stream(store), tmp_path / "baseline") as trainer:
+        trainer.publish(VERSIONS[0])
+        store.elsewhere = DictStore()
+        with pytest.raises(NotFound, match="was uploaded, and is not in"):
+            trainer.publish(VERSIONS[1])
+        store.elsewhere = None
+        assert trainer.publish(VERSIONS[2]).version == 2
+    with Follower(open_stream(store), tmp_path / "sink") as follower:
         follower.catch_up()
         assert held(tmp_path / "sink") == bits(VERSIONS[2])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from thinwire.checkpoint import Checkpoint
 from thinwire.codec.digest import tensor_digest, xxh3_64
 from thinwire.codec.dtypes import byte_count, dtype_named
-from thinwire.errors import BaseMismatch, TensorMismatch, ThinwireError
+from thinwire.errors import BaseMismatch, NotFound, TensorMismatch, ThinwireError
 from thinwire.follow import Follower, open_stream
 from thinwire.maintain import fsck
 from thinwire.publish import Publisher, units
@@ -725,3 +726,43 @@ def test_a_failure_is_the_same_error_on_every_rank() -> None:
     assert [str(error) for error in found] == [str(found[0])] * 3
     assert "rank 1: MemoryError: no memory" in str(found[0])
     assert isinstance(found[1].__cause__, MemoryError)
+
+
+@pytest.mark.parametrize("count", [0, 1], ids=["the first version", "a delta"])
+def test_a_rank_that_writes_to_another_place(count: int, tmp_path: Path) -> None:
+    """Its host's mount is away, and something lies in its place: what it uploads is nowhere."""
+    shape = (2200, 64)
+    parts = [Held(shape, (((a, b),), ((0, 64),))) for a, b in ((0, 1100), (1100, 2200))]
+    tensors = [
+        Tensor(f"w{number}", "BF16", shape, [part if rank == number else None for rank in (0, 1)])
+        for number, part in enumerate([Held.whole(shape)] * 2)
+    ] + [Tensor("both", "BF16", shape, parts)]
+    rng = np.random.default_rng(3)
+    models = [random_model(tensors, rng)]
+    models += [stepped(models[0], rng, 0.01), stepped(models[0], rng, 0.02)]
+    share = tmp_path / "share"
+    share.mkdir()
+    for rank in (0, 1):
+        (tmp_path / f"host{rank}").mkdir()
+        (tmp_path / f"host{rank}" / "store").symlink_to(share)
+
+    def act(line: ThreadRanks) -> list[Manifest]:
+        place = tmp_path / f"host{line.rank}" / "store"
+        trainer = Trainer(str(place), line, tmp_path / "scratch", tensors)
+        with closing(trainer.publisher):
+            for step in range(count):
+                trainer.publish(models[step], step)
+            if line.rank == 1:
+                place.unlink()
+                (place / "lost+found").mkdir(parents=True)
+            with pytest.raises(NotFound, match="was uploaded, and is not in"):
+                trainer.publish(models[count], count)
+            if line.rank == 1:
+                shutil.rmtree(place)
+                place.symlink_to(share)
+            return [trainer.publish(models[count + 1], count + 1)]
+
+    assert [m.version for m in on_ranks(2, act)[0]] == [count + 1]
+    with Follower(open_stream(share), tmp_path / "follower", lease=False) as follower:
+        follower.catch_up()
+    assert held_in(tmp_path / "follower") == expected_rows(tensors, models[count + 1])

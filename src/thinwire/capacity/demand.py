@@ -152,8 +152,11 @@ def traffic_of(scenario: Scenario, payload: Payload) -> Traffic:
 
 
 def publisher_requests(payload: Payload) -> Requests:
-    """Those of a step delta: shards, manifest, ``head.json``; twice, the manifest before it."""
-    return Requests(put=payload.delta.puts + 2, get=2)
+    """Those of a step delta: shards, manifest, ``head.json``, and looks.
+
+    Before the commit each shard is looked for, and twice the manifest before it.
+    """
+    return Requests(put=payload.delta.puts + 2, get=payload.delta.count + 2)
 
 
 def follower_requests(scenario: Scenario, payload: Payload) -> Requests:

@@ -221,6 +221,9 @@ def _write_at(descriptor: int, data: bytes, start: int) -> None:
 
 def in_parallel(actions: list[Callable[[], None]], workers: int) -> None:
     """Run all; the first error in order is raised once all have ended."""
+    if len(actions) == 1:
+        actions[0]()
+        return
     with ThreadPoolExecutor(max(1, workers)) as pool:
         futures = [pool.submit(action) for action in actions]
     for future in futures:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import secrets
 import time
+from functools import partial
 from typing import NamedTuple
 
-from thinwire.errors import AlreadyExists, CommitConflict, Fenced, LineageChanged
+from thinwire.errors import AlreadyExists, CommitConflict, Fenced, LineageChanged, NotFound
 from thinwire.follow import Stream
+from thinwire.follow.fetch import in_parallel
 from thinwire.stream import keys
 from thinwire.stream.encoding import digest_of_record, encode, link_of, seal
+from thinwire.stream.places import objects_of
 from thinwire.stream.records import FORMAT, Head, Link, Manifest
+
+# Objects that are looked for at a time.
+_LOOKS = 16
 
 
 class Place(NamedTuple):
@@ -99,6 +105,34 @@ class Committer:
         if head is None:
             return Place(self._stream.record().lineage, 1, 1, None, "")
         return Place(head.lineage, head.first, head.version + 1, link_of(head), "")
+
+    def check_objects(self, manifest: Manifest) -> None:
+        """Make sure that what a version is made of is there, as seen from here.
+
+        Ranks upload by their own ways: one of them may have written to another place than this
+        process would commit to. So may this one, if the store was away meanwhile.
+
+        Raises:
+            NotFound: An object is not there.
+            Unavailable, LineageChanged: Nor is what the version goes after.
+            StoreError: The store failed; also where an object is too short.
+        """
+
+        def look(key: str, size_bytes: int) -> None:
+            try:
+                self._stream.store.get_range(key, size_bytes, size_bytes)
+            except NotFound as error:
+                self._check_there()
+                raise NotFound(
+                    f"{key} was uploaded, and is not in {self._stream.url}: version "
+                    f"{manifest.version} is not committed",
+                    hint="Was the store away, or does a rank write to another one? Then publish"
+                    " again",
+                    key=key,
+                ) from error
+
+        objects = objects_of(manifest)
+        in_parallel([partial(look, key, record.size) for key, record in objects.items()], _LOOKS)
 
     def commit(self, manifest: Manifest, data: bytes) -> None:
         """Make a version exist.

@@ -148,6 +148,7 @@ class Leader:
                 check_replicas(self.plan, [report.replicas for report in reports])
             self._ranks.forget_before(topic)
             sealed, data = seal(self._manifest(place, facts, reports), self._stream.signing_key)
+            self._committer.check_objects(sealed)
             self._commit(topic, sealed, data)
         except Exception as error:
             known = error if isinstance(error, ThinwireError) else Fault.of(error).error()

@@ -124,6 +124,7 @@ class VersionMaker:
                 ],
                 facts.on_bytes,
             )
+            self._committer.check_objects(sealed)
             self._committer.commit(sealed, data)
             committed.append(sealed)
 
@@ -265,6 +266,7 @@ class VersionMaker:
 
     def _commit(self, manifest: Manifest, data: bytes, names: Sequence[str]) -> None:
         try:
+            self._committer.check_objects(manifest)
             self._committer.commit(manifest, data)
         except (CommitConflict, Fenced):
             # Named by our session: nobody else can mean them.

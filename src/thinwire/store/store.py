@@ -147,7 +147,8 @@ def regular_size(path: Path) -> int:
 
 def key_fault(key: str) -> str | None:
     """What is wrong with a key, or None."""
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in key):
+    # What can be printed has none of these; listings ask for each of their keys.
+    if not key.isprintable() and any(unicodedata.category(c) in ("Cc", "Cs") for c in key):
         return "has control characters or is not Unicode text"
     if "\\" in key:
         return "has a backslash"
