@@ -22,6 +22,7 @@ from thinwire.errors import (
     UnsafeStore,
 )
 from thinwire.store import Store, open_store
+from thinwire.store.failures import translated
 
 from .lying_server import KEY, SECRET, TOKEN, Answer, LyingServer, lying_server
 
@@ -143,7 +144,21 @@ def test_nobody_listens(
     monkeypatch: pytest.MonkeyPatch, server: LyingServer, store: Store, operation: str
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    assert type(failure(open_store("s3://bucket", retry_s=0), operation)) is Unavailable
+    found = failure(open_store("s3://bucket", retry_s=0), operation)
+    assert type(found) is Unavailable
+    assert "http://127.0.0.1:1 does not answer: the connection was refused" in str(found)
+
+
+def test_a_name_that_nobody_has() -> None:
+    """By obstore's words: some networks resolve every name."""
+    text = (
+        "Generic S3 error: Error performing GET http://nobody.invalid:8333/b/k in 1ms - HTTP error:"
+        " error sending request\n\nDebug source:\nConnectError(dns error: secret)"
+    )
+    found = translated(Exception(text), "read", "k", "s3://b")
+    assert type(found) is Unavailable
+    assert "http://nobody.invalid:8333 does not answer: its name is not known" in str(found)
+    assert "secret" not in str(found)
 
 
 def test_a_range_that_is_ignored_costs_no_memory(server: LyingServer, store: Store) -> None:

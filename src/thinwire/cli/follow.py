@@ -107,7 +107,7 @@ def follow(
             "--exec",
             metavar="COMMAND",
             show_default=False,
-            help="Run this after each version, with THINWIRE_VERSION, THINWIRE_STEP and "
+            help="Run this program (no shell) after each version, with THINWIRE_VERSION, THINWIRE_STEP and "
             "THINWIRE_FOLDER set, and wait for its end: the folder stays as it is meanwhile.",
         ),
     ] = None,

@@ -58,6 +58,13 @@ _FINAL_REASONS = {
     "builder error": "the request cannot be made (plain http where https is due, or a bad URL?)",
     "Requested ": "the server answered with another range than was asked for",
 }
+# Why a server was not reached, by words of obstore's chain of errors.
+_CAUSES = {
+    "dns error": "its name is not known here",
+    "ConnectionRefused": "the connection was refused",
+    "invalid peer certificate": "its certificate is not trusted (SSL_CERT_FILE)",
+}
+_ADDRESS = re.compile(r"Error performing [A-Z]{3,7} (https?://[A-Za-z0-9.:\[\]-]{1,200})/")
 _PAST_THE_END = ("StartTooLarge", "Wanted range starting at", "Requested range was invalid")
 _METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
@@ -162,6 +169,15 @@ def _verdict(
     return _generic_verdict(text, status)
 
 
+def _no_answer(text: str) -> str:
+    """Who does not answer, and why: the address is the client's own word."""
+    cause = next((cause for part, cause in _CAUSES.items() if part in text), "")
+    address = _ADDRESS.search(text.partition("\n")[0])
+    if not cause or address is None:
+        return "no answer, or the connection broke"
+    return f"{address.group(1)} does not answer: {cause}"
+
+
 def _generic_verdict(text: str, status: int | None) -> tuple[type[StoreError], str, str]:
     if status is not None:
         return StoreError, "the store refused the request", "Check the URL and the endpoint"
@@ -169,7 +185,7 @@ def _generic_verdict(text: str, status: int | None) -> tuple[type[StoreError], s
         if part in text:
             return StoreError, reason, "Check the URL, the region and the endpoint"
     if "error sending request" in text or "body error" in text or "timed out" in text:
-        return Unavailable, "no answer, or the connection broke", "Check the network, then retry"
+        return Unavailable, _no_answer(text), "Check the endpoint and the network, then retry"
     if "invalid list response" in text or "DeleteObjects" in text:
         return StoreError, "the server's answer makes no sense", "Check the endpoint"
     return Unavailable, "the request failed", "Check the endpoint and the credentials, then retry"
