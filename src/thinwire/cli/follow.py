@@ -108,7 +108,8 @@ def follow(
             metavar="COMMAND",
             show_default=False,
             help="Run this program (no shell) after each version, with THINWIRE_VERSION, "
-            "THINWIRE_STEP and THINWIRE_FOLDER set, and wait for its end: the folder stays as it is meanwhile.",
+            "THINWIRE_STEP and THINWIRE_FOLDER set, and wait for its end: the folder stays as it "
+            "is meanwhile.",
         ),
     ] = None,
     metrics_port: MetricsPort = None,
