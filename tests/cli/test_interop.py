@@ -76,9 +76,9 @@ def test_workers_code(stream: Lab, run: Run, monkeypatch: pytest.MonkeyPatch, co
     asked = []
     code_tensors = writing.code_tensors
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         asked.append(arguments[-1])
-        return code_tensors(*arguments)
+        return code_tensors(*arguments, **options)
 
     monkeypatch.setattr(writing, "code_tensors", counted)
     places: tuple[object, ...] = (stream.url, stream.root / "chain")

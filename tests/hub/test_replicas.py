@@ -170,6 +170,13 @@ def test_the_readiness_rule() -> None:
     assert not judge(fleet, Rule(1, 0.51)).is_ready
     assert judge(fleet, Rule(None, 0.75)).is_ready
     assert not judge([], Rule(None, 0.0)).is_ready
+    # Why they are not, as far as one of them says so.
+    fleet = statuses(
+        beat("a", 10, fault=FAULT),
+        beat("b", 5, fault=FAULT),
+        beat("c", is_ready=False, fault=FAULT),
+    )
+    assert judge(fleet, Rule(1)).reason.endswith("; 2 have a fault, as b: unavailable")
 
 
 def test_the_lost_are_not_ready_unless_they_are_to_be_ignored() -> None:

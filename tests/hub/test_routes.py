@@ -12,7 +12,7 @@ import pytest
 
 from thinwire.hub import FleetLimits, Hub, HubLimits, Rule
 from thinwire.report.messages import MAX_HEARTBEAT_BYTES, Answer, Heartbeat
-from thinwire.web import Role, Tokens
+from thinwire.web import Role
 
 from .making import (
     PATIENT,
@@ -287,44 +287,6 @@ def test_roles(trainer: Trainer) -> None:
                 headers = {"authorization": f"Bearer {token}"}
                 answer = client.request(method, path, headers=headers, **given)
                 assert answer.status_code == (status if role in allowed else 403)
-
-
-def test_a_token_of_one_region_speaks_for_no_other(trainer: Trainer, tmp_path: Path) -> None:
-    file = tmp_path / "tokens"
-    file.write_text(
-        f"follow {'e' * 16} samplers region=eu-*\nfollow {'u' * 16} replica=us-*\n"
-        f"follow {'a' * 16}\n"
-    )
-    hub = Hub({"policy": trainer.url}, tokens=Tokens.read(file), limits=PATIENT)
-    with calling(hub) as client:
-
-        def tell(token: str, replica: str, region: str) -> int:
-            client.headers["authorization"] = f"Bearer {token * 16}"
-            return said(client, beat(replica, 1, region=region)).status_code
-
-        def leave(token: str, replica: str) -> int:
-            client.headers["authorization"] = f"Bearer {token * 16}"
-            return client.delete(f"{STREAM}/replicas/{replica}").status_code
-
-        assert tell("e", "one", "eu-west") == 200
-        assert tell("e", "two", "us") == 403
-        assert tell("e", "two", "") == 403
-        assert tell("u", "us-1", "us") == 200
-        assert tell("u", "one", "us") == 403
-        # Nor for one that is elsewhere, by saying that it moved here, or left.
-        assert tell("e", "us-1", "eu-west") == 403
-        assert leave("e", "us-1") == 403
-        assert leave("u", "one") == 403
-        shown = client.get(f"{STREAM}/replicas").json()["replicas"]
-        assert [(one["beat"]["replica"], one["beat"]["region"]) for one in shown] == [
-            ("one", "eu-west"),
-            ("us-1", "us"),
-        ]
-        # Whoever may speak for all moves it; and its own may say good-bye.
-        assert tell("a", "us-1", "eu-west") == 200
-        assert tell("e", "us-1", "eu-west") == 200
-        assert leave("e", "us-1") == 204
-        assert leave("e", "us-1") == 404
 
 
 def test_the_dashboard_comes_with_a_strict_policy(client: httpx.Client) -> None:

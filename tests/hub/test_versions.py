@@ -105,6 +105,25 @@ def test_a_version_that_no_history_names_is_of_the_lineages_around_it() -> None:
     assert made.staleness(LINEAGE, 8, 80, 9_000) == (None, None)
 
 
+def test_what_no_history_shows_is_not_doubted() -> None:
+    """It may well be the stream's: only how old it is is not known."""
+    made = History(3)
+    for number, lineage in [(3, LINEAGE), (4, LINEAGE), (5, OTHER), (6, OTHER), (7, OTHER)]:
+        made.add(note(number, lineage=lineage))
+    # Older than the history, which begins with another lineage.
+    assert made.doubt(LINEAGE, 4, "") == ""
+    assert made.staleness(LINEAGE, 4, None, 9_000) == (None, None)
+    # The hub has just started, and read the head alone.
+    assert history(note(105, lineage=OTHER)).doubt(LINEAGE, 99, "") == ""
+    # In a hole there may have been a third lineage.
+    made = history(note(10, lineage=LINEAGE), note(60, lineage=OTHER))
+    assert made.doubt("e" * 32, 40, "") == ""
+    # But none between two versions of one lineage.
+    made = history(note(10, lineage=OTHER), note(60, lineage=OTHER))
+    assert "of another lineage" in made.doubt(LINEAGE, 40, "")
+    assert made.doubt(OTHER, 40, "") == ""
+
+
 def test_a_number_that_was_published_again_is_another_version() -> None:
     made = history(note(3, 30, digest="3" * 12), note(4, 40, digest="4" * 12), note(5, 50))
     assert made.doubt(LINEAGE, 4, "4" * 12) == ""

@@ -1,4 +1,5 @@
-"""Checkpoints of consecutive versions, written by a few lines of our own; a stream of them."""
+"""Checkpoints of consecutive versions, written by a few lines of our own; streams and chains of
+them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from thinwire.checkpoint import apply_checkpoint
+from thinwire.interop.convert import convert_delta
+from thinwire.interop.formats import chain_of
 from thinwire.publish import Publisher
 
 Tensors = dict[str, tuple[str, list[int], bytes]]
@@ -97,3 +101,24 @@ def publish(url: Path | str, state: Path, folders: list[Path], *, first_step: in
     with Publisher(url, state, maintain=False) as publisher:
         for number, folder in enumerate(folders, first_step):
             publisher.publish(folder, step=number)
+
+
+def replayed(chain: Path, base: Path | None, work: Path) -> dict[int, dict[str, bytes]]:
+    """The weights of every version of a chain, through its reader and thinwire's folder."""
+    found = chain_of(chain)
+    assert found is not None
+    format, rows = found
+    work.mkdir()
+    at, states = base, {}
+    for row in rows:
+        if row.is_full:
+            at = row.path
+        else:
+            assert at is not None
+            out = work / f"{row.version}.tw"
+            convert_delta(row.path, out, "thinwire", base=at)
+            apply_checkpoint(at, out, work / str(row.version))
+            at = work / str(row.version)
+        states[row.version] = read_tensors(at)
+    assert format.name
+    return states

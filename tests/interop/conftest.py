@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.interop.chains import write_versions
+from tests.interop.mirror_lab import Lab
 
 VERBS = ("read", "write", "refuse")
 
@@ -80,3 +82,13 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture(scope="session")
+def mirrored_versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return write_versions(tmp_path_factory.mktemp("versions"), 7)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, mirrored_versions: list[Path]) -> Lab:
+    return Lab(tmp_path, mirrored_versions)

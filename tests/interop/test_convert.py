@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.interop.chains import publish, read_tensors, write_versions
+from tests.interop.chains import publish, read_tensors, replayed, write_versions
 
 from thinwire.checkpoint import Checkpoint, apply_checkpoint, diff_checkpoint
 from thinwire.errors import (
@@ -19,7 +19,7 @@ from thinwire.errors import (
 )
 from thinwire.follow import Follower, open_stream
 from thinwire.interop.convert import Converted, convert_chain, convert_delta, convert_stream
-from thinwire.interop.formats import FORMATS, chain_of, format_named, format_of
+from thinwire.interop.formats import FORMATS, format_named, format_of
 
 WRITTEN = [row.name for row in FORMATS.values() if row.writes_deltas]
 # What the table in docs/interop.md calls what is written by default.
@@ -30,27 +30,6 @@ WITH_FULL = [name for name in WRITTEN if FORMATS[name].writes_full]
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_versions(tmp_path_factory.mktemp("versions"), 4)
-
-
-def replayed(chain: Path, base: Path | None, work: Path) -> dict[int, dict[str, bytes]]:
-    """The weights of every version of a chain, through its reader and thinwire's folder."""
-    found = chain_of(chain)
-    assert found is not None
-    format, rows = found
-    work.mkdir()
-    at, states = base, {}
-    for row in rows:
-        if row.is_full:
-            at = row.path
-        else:
-            assert at is not None
-            out = work / f"{row.version}.tw"
-            convert_delta(row.path, out, "thinwire", base=at)
-            apply_checkpoint(at, out, work / str(row.version))
-            at = work / str(row.version)
-        states[row.version] = read_tensors(at)
-    assert format.name
-    return states
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -2,134 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.interop.chains import publish, read_tensors, write_versions
+from tests.interop.chains import publish, read_tensors
+from tests.interop.mirror_lab import RECORD, Died, Lab, copy_of, restore, shown
 
 from thinwire.errors import (
     AlreadyExists,
     BaseUnusable,
     Corrupt,
-    Fenced,
     InvalidArgument,
     NotFound,
     ThinwireError,
     Unavailable,
 )
 from thinwire.follow import open_stream
-from thinwire.interop.formats import format_named
-from thinwire.interop.mirror import Mirror
-from thinwire.interop.mirror_record import RECORDS, MirroredVersion
-from thinwire.interop.mirror_sink import mirror_sink
 from thinwire.maintain import Maintainer, set_policy
 from thinwire.publish import Publisher
-from thinwire.store import Store, open_store
+from thinwire.store import open_store
 from thinwire.stream.records import Policy
-from thinwire.stream.version import Version
 from thinwire.testing.faults import FaultStore, Rates
-
-from .test_convert import replayed
-
-Told = list[tuple[Version, MirroredVersion]]
-
-RECORD = RECORDS.rstrip("/")
-
-
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_versions(tmp_path_factory.mktemp("versions"), 7)
-
-
-class Lab:
-    """A stream of the first versions, and mirrors of it."""
-
-    def __init__(self, root: Path, versions: list[Path]) -> None:
-        self.root = root
-        self.versions = versions
-        self.chain = root / "chain"
-        self.count = 0
-        self._replays = 0
-
-    def publish(self, count: int = 1) -> None:
-        publish(
-            self.root / "stream",
-            self.root / "state",
-            self.versions[self.count : self.count + count],
-            first_step=self.count + 1,
-        )
-        self.count += count
-
-    def mirror(
-        self,
-        format: str = "slime",
-        *,
-        store: Store | None = None,
-        copy: str = "copy",
-        workers: int = 1,
-        full_every: int | None = 0,
-        keep_full: int = 0,
-        accept_new_lineages: bool | None = None,
-    ) -> Mirror:
-        stream = open_stream(self.root / "stream")
-        sink = mirror_sink(
-            stream,
-            self.root / copy,
-            store or open_store(str(self.chain)),
-            format_named(format),
-            full_every=full_every,
-            keep_full=keep_full,
-            workers=workers,
-        )
-        return Mirror(stream, sink, accept_new_lineages=accept_new_lineages)
-
-    def catch_up(self, **options: object) -> Told:
-        with self.mirror(**options) as mirror:  # type: ignore[arg-type]
-            return list(mirror.catch_up())
-
-    def states(self) -> dict[int, dict[str, bytes]]:
-        self._replays += 1
-        return replayed(self.chain, None, self.root / f"work-{self._replays}")
-
-    def wanted(self, *numbers: int) -> dict[int, dict[str, bytes]]:
-        return {number: read_tensors(self.versions[number - 1]) for number in numbers}
-
-    def names(self) -> list[str]:
-        return sorted(path.name for path in self.chain.iterdir() if path.name[0] != ".")
-
-    def files(self) -> dict[str, bytes]:
-        """Everything at the destination; who wrote it last does not count."""
-        found = {
-            str(path.relative_to(self.chain)): path.read_bytes()
-            for path in sorted(self.chain.rglob("*"))
-            if path.is_file()
-        }
-        if records := [name for name in found if name.startswith(RECORDS)]:
-            # That of the last holder counts.
-            record = json.loads([found.pop(name) for name in records][-1])
-            found[RECORD] = json.dumps(record | {"holder": ""}).encode()
-        return found
-
-    def record(self) -> dict[str, Any]:
-        """What the destination says of itself."""
-        record: dict[str, Any] = json.loads(max((self.chain / RECORD).iterdir()).read_text())
-        return record
-
-    def write_record(self, record: dict[str, Any]) -> None:
-        max((self.chain / RECORD).iterdir()).write_text(json.dumps(record))
-
-
-@pytest.fixture
-def lab(tmp_path: Path, versions: list[Path]) -> Lab:
-    return Lab(tmp_path, versions)
-
-
-def shown(told: Told) -> list[tuple[int, int | None]]:
-    return [(written.version, written.base) for _, written in told]
 
 
 @pytest.mark.parametrize("format", ["slime", "fireworks", "trl", "grail"])
@@ -265,10 +161,6 @@ def test_any_number_of_threads_writes_the_same(lab: Lab, format: str) -> None:
     assert made[2] == made[3] != made[0]
 
 
-class Died(BaseException):
-    """Stands for the death of the process: nothing catches it."""
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 def test_killed_at_every_call_of_the_store(lab: Lab, is_first: bool) -> None:
     """Wherever it dies, the next run ends with the very bytes of one that never did."""
@@ -276,8 +168,8 @@ def test_killed_at_every_call_of_the_store(lab: Lab, is_first: bool) -> None:
     if not is_first:
         lab.catch_up()
         lab.publish(1)
-    start = _copy_of(lab.chain)
-    copy = _copy_of(lab.root / "copy")
+    start = copy_of(lab.chain)
+    copy = copy_of(lab.root / "copy")
     calls: list[str] = []
     counting = FaultStore(
         open_store(str(lab.chain)), random.Random(1), hook=lambda *call: calls.append(call[1])
@@ -286,8 +178,8 @@ def test_killed_at_every_call_of_the_store(lab: Lab, is_first: bool) -> None:
     wanted = lab.files()
     assert len(calls) > 5
     for death in range(len(calls)):
-        _restore(lab.chain, start)
-        _restore(lab.root / "copy", copy)
+        restore(lab.chain, start)
+        restore(lab.root / "copy", copy)
         left = [death]
 
         def die(*_: str, left: list[int] = left) -> None:
@@ -301,25 +193,6 @@ def test_killed_at_every_call_of_the_store(lab: Lab, is_first: bool) -> None:
         lab.catch_up()
         assert lab.files() == wanted, f"died at call {death} ({calls[death]})"
     assert lab.states() == (lab.wanted(1) if is_first else lab.wanted(1, 2))
-
-
-def _copy_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
-def _restore(folder: Path, files: dict[str, bytes]) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_file():
-            path.unlink()
-        else:
-            path.rmdir()
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -369,139 +242,18 @@ def test_an_older_folder_does_not_set_the_destination_back(lab: Lab, format: str
     """A work folder from a backup, or of another machine: nothing is written twice."""
     lab.publish(2)
     lab.catch_up(format=format)
-    old = _copy_of(lab.root / "copy")
+    old = copy_of(lab.root / "copy")
     for _ in range(2):
         lab.publish(1)
         lab.catch_up(format=format)
     before = lab.files()
-    _restore(lab.root / "copy", old)
+    restore(lab.root / "copy", old)
     assert lab.catch_up(format=format) == []
     assert lab.files() == before
     lab.publish(1)
     told = lab.catch_up(format=format)
     assert told[-1][1].version == 5
     assert read_tensors(lab.root / "copy") == read_tensors(lab.versions[4])
-
-
-def test_a_second_mirror_takes_over_and_the_first_stops(lab: Lab) -> None:
-    lab.publish(1)
-    with lab.mirror() as first:
-        list(first.catch_up())
-        lab.publish(1)
-        with lab.mirror(copy="copy-2") as second:
-            # It begins where the destination is.
-            told = list(second.catch_up())
-            assert told[-1][1].version == 2
-            lab.publish(1)
-            with pytest.raises(Fenced, match="another one began to write"):
-                list(first.catch_up())
-            list(second.catch_up())
-    assert lab.states() == lab.wanted(1, 2, 3)
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_two_that_meet_anywhere_do_not_both_write_a_version(lab: Lab, is_first: bool) -> None:
-    """Another one begins and ends at each call of the store: whatever it finds, one goes on.
-
-    What was committed, but is not yet named by the record, it removes and writes again: it cannot
-    tell it from what a killed one left.
-    """
-    lab.publish(1)
-    if not is_first:
-        lab.catch_up()
-        lab.publish(1)
-    start, copy = _copy_of(lab.chain), _copy_of(lab.root / "copy")
-    calls: list[tuple[str, ...]] = []
-    counting = FaultStore(
-        open_store(str(lab.chain)), random.Random(1), hook=lambda *call: calls.append(call)
-    )
-    lab.catch_up(store=counting)
-    wanted = lab.files()
-    index = f"weight_v{1 if is_first else 2:06d}/model.safetensors.index.json"
-    commit = calls.index(("after", "put_if_absent", index))
-    made: list[str] = []
-
-    def note(when: str, operation: str, key: str) -> None:
-        if (when, operation, key) == ("after", "put_if_absent", index):
-            made.append(key)
-
-    stopped_count = 0
-    for meeting in range(len(calls)):
-        _restore(lab.chain, start)
-        _restore(lab.root / "copy", copy)
-        _restore(lab.root / "copy-2", copy)
-        made.clear()
-        left = [meeting]
-
-        def meet(when: str, operation: str, key: str, left: list[int] = left) -> None:
-            left[0] -= 1
-            if left[0] == -1:
-                other = FaultStore(open_store(str(lab.chain)), random.Random(1), hook=note)
-                lab.catch_up(store=other, copy="copy-2")
-            note(when, operation, key)
-
-        met = FaultStore(open_store(str(lab.chain)), random.Random(1), hook=meet)
-        try:
-            lab.catch_up(store=met)
-        except Fenced:
-            stopped_count += 1
-        assert len(made) == 1 + (meeting in (commit, commit + 1)), f"met at {calls[meeting]}"
-        lab.catch_up()
-        assert lab.files() == wanted, f"met at {calls[meeting]}"
-    assert stopped_count > 5
-
-
-def test_two_that_begin_at_once(lab: Lab) -> None:
-    """Both have looked before either wrote: one of them is the holder, the other one stops."""
-    lab.publish(2)
-    with lab.mirror() as first, lab.mirror(copy="copy-2") as second:
-        assert first.sink.destination.newest is second.sink.destination.newest is None
-        assert shown(list(second.catch_up())) == [(2, None)]
-        before = lab.files()
-        with pytest.raises(Fenced, match="another one began to write"):
-            list(first.catch_up())
-        assert lab.files() == before
-
-
-def test_the_lost_answer_of_a_claim_is_no_other_one(lab: Lab) -> None:
-    """The record was made, and the store says that it is not known: the same one goes on."""
-    lab.publish(1)
-    lost = FaultStore(
-        open_store(str(lab.chain)),
-        random.Random(1),
-        rates={"put_if_absent": Rates(fail_after=1)},
-    )
-    with lab.mirror(store=lost) as mirror:
-        with pytest.raises(Unavailable):
-            list(mirror.catch_up())
-        lost.set_rates({})
-        assert shown(list(mirror.catch_up())) == [(1, None)]
-    assert lab.states() == lab.wanted(1)
-
-
-@pytest.mark.parametrize("is_own", [True, False])
-def test_a_commit_that_is_there_already(lab: Lab, is_own: bool) -> None:
-    """Its own, of an attempt whose answer was lost, is good; another one's is not replaced."""
-    lab.publish(1)
-    lab.catch_up()
-    index = lab.chain / "weight_v000001" / "model.safetensors.index.json"
-    data = index.read_bytes() if is_own else b"theirs"
-    shutil.rmtree(lab.chain)
-
-    def come_late(when: str, operation: str, key: str) -> None:
-        if (when, operation) == ("before", "put_if_absent") and key.endswith(index.name):
-            index.write_bytes(data)
-
-    met = FaultStore(open_store(str(lab.chain)), random.Random(1), hook=come_late)
-    if is_own:
-        lab.catch_up(store=met)
-    else:
-        with pytest.raises(AlreadyExists):
-            lab.catch_up(store=met)
-        assert index.read_bytes() == data
-        # The holder writes it again: what lies there is under the name that its record has.
-        lab.catch_up()
-    assert lab.states() == lab.wanted(1)
 
 
 def test_full_weights_are_proved_before_they_travel(lab: Lab) -> None:
@@ -611,7 +363,7 @@ def test_what_is_deleted_is_named_until_it_is_gone(lab: Lab) -> None:
     lab.publish(1)
     lab.catch_up(full_every=1, keep_full=1)
     lab.publish(1)
-    start, copy = _copy_of(lab.chain), _copy_of(lab.root / "copy")
+    start, copy = copy_of(lab.chain), copy_of(lab.root / "copy")
     calls: list[str] = []
     counting = FaultStore(
         open_store(str(lab.chain)), random.Random(1), hook=lambda *call: calls.append(call[1])
@@ -620,8 +372,8 @@ def test_what_is_deleted_is_named_until_it_is_gone(lab: Lab) -> None:
     assert "delete" in calls
     wanted = lab.names()
     for death in range(len(calls)):
-        _restore(lab.chain, start)
-        _restore(lab.root / "copy", copy)
+        restore(lab.chain, start)
+        restore(lab.root / "copy", copy)
         left = [death]
 
         def die(*_: str, left: list[int] = left) -> None:

@@ -113,21 +113,25 @@ class Work:
         return name
 
 
+@pytest.mark.parametrize("memory_times", [1, 25])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_work_is_bounded(
-    change: CheckpointChange, workers: int, monkeypatch: pytest.MonkeyPatch
+    change: CheckpointChange, workers: int, memory_times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By what it takes, which is many times what the tensors have."""
     names = list(change.base.tensors)
     work = Work(change)
     limit = 2 * max(work.sizes.values()) - 1
-    monkeypatch.setattr(writing, "AHEAD_BYTES", limit)
-    assert list(code_tensors(change, names, work.code, workers)) == names
+    monkeypatch.setattr(writing, "MEMORY_BYTES", memory_times * limit)
+    found = code_tensors(change, names, work.code, workers, memory_times=memory_times)
+    assert list(found) == names
     assert work.most <= workers
     assert work.most_bytes <= limit
     # A tensor beyond the limit is in work alone, and all are.
-    monkeypatch.setattr(writing, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(writing, "MEMORY_BYTES", 1)
     work = Work(change)
-    assert list(code_tensors(change, names, work.code, workers)) == names
+    found = code_tensors(change, names, work.code, workers, memory_times=memory_times)
+    assert list(found) == names
     assert work.most == 1
 
 
@@ -138,7 +142,7 @@ def test_threads_work_at_the_same_time(change: CheckpointChange) -> None:
         return meeting.wait(timeout=30)
 
     names = list(change.base.tensors)[:3]
-    assert sorted(code_tensors(change, names, code, 3)) == [0, 1, 2]
+    assert sorted(code_tensors(change, names, code, 3, memory_times=1)) == [0, 1, 2]
 
 
 def test_the_first_tensors_error_is_told(change: CheckpointChange) -> None:
@@ -154,7 +158,7 @@ def test_the_first_tensors_error_is_told(change: CheckpointChange) -> None:
             raise ValueError(name)
         return name
 
-    found = code_tensors(change, names, code, 3)
+    found = code_tensors(change, names, code, 3, memory_times=1)
     assert next(found) == names[0]
     with pytest.raises(ValueError, match=names[1]):
         next(found)

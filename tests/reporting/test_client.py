@@ -133,6 +133,7 @@ def test_a_token_that_does_not_do(
         assert len(lines) == 1
         assert "does not accept the token" in lines[0]
         if token:
+            assert "of the role follow, for the replica 'r1' in the region" in lines[0]
             assert token not in caplog.text
         assert hub.get("/replicas", READ)["replicas"] == []
 

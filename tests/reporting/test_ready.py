@@ -65,6 +65,12 @@ def test_until_replicas_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             wait_until_ready(hub.url, NAME, token=READ, share=2.0)
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that fails once is away."""
+    monkeypatch.setattr("thinwire.report.ready._AWAY_S", 0.0)
+
+
 def _break_off(found: object, asked: Asked) -> None:
     raise OSError
 
@@ -73,6 +79,7 @@ def _hang(found: object, asked: Asked) -> None:
     threading.Event().wait(0.5)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     "act",
     [
@@ -92,6 +99,7 @@ def test_a_hub_that_fails_is_no_reason_to_stop(
     monkeypatch.setattr("thinwire.report.ready._TIMEOUT_S", 0.3)
     with raw(ready=act) as hub:
         assert wait_until_ready(hub.url, NAME, token=READ)
+        assert not wait_until_ready(hub.url, NAME, token=READ, without_hub=False)
     assert "going on without" in caplog.text
     assert READ not in caplog.text
 
@@ -110,6 +118,29 @@ def test_a_question_at_the_end_is_no_hub_that_fails() -> None:
         assert len(hub.asked) == 2
 
 
+def test_a_hub_that_is_started_again_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And its answer counts, not that it was away; why it is not ready is told."""
+    monkeypatch.setattr("thinwire.report.ready._AGAIN_S", 0.01)
+    refusal = b'{"is_ready": false, "reason": "0 of 2\\u001b are ready"}'
+    acts = [say(b"SSH-2.0\r\n"), answer(502), answer(503, refusal)] * 2 + [
+        answer(200, b'{"is_ready": true}')
+    ]
+
+    def next_act(found: socket.socket, asked: Asked) -> None:
+        acts.pop(0)(found, asked)
+
+    with raw(ready=next_act) as hub:
+        assert wait_until_ready(hub.url, NAME, without_hub=False)
+        assert not acts
+        assert "going on" not in caplog.text
+        acts.append(answer(503, refusal))
+        assert not wait_until_ready(hub.url, NAME, within_s=0.0)
+    assert "not ready in time: '0 of 2\\x1b are ready'" in caplog.text
+
+
+@pytest.mark.usefixtures("impatient")
 def test_no_hub_at_all(caplog: pytest.LogCaptureFixture) -> None:
     with raw(ready=not_found) as hub:
         url = hub.url
@@ -117,6 +148,7 @@ def test_no_hub_at_all(caplog: pytest.LogCaptureFixture) -> None:
     assert "going on without" in caplog.text
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_port_that_speaks_no_tls_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

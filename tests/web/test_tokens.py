@@ -48,12 +48,14 @@ class TestTokens:
     def test_for_whom_a_token_may_speak(self, tmp_path: Path) -> None:
         found = tokens(
             tmp_path,
-            f"follow {READ} samplers-eu region=eu-* replica=*.eu\nfollow {FOLLOW} region=us\n"
-            f"publish {PUBLISH} trainer of everything\n",
+            f"follow {READ} samplers-eu region=eu-* replica=*.eu\nfollow {FOLLOW} replica=us-*\n"
+            f"publish {PUBLISH} trainer\n",
         )
         eu, us = (found.grant_of(f"Bearer {token}") for token in (READ, FOLLOW))
         assert eu.is_for("a.eu", "eu-west")
-        assert us.is_for("whoever", "us")
+        assert us.is_for("us-1", "us")
+        assert us.is_for("us-1", "eu-west")
+        assert eu.is_for("a.eu")
         for replica, region in [
             ("a.eu", "us"),
             ("a.us", "eu-west"),
@@ -61,7 +63,8 @@ class TestTokens:
             ("a.eu", "EU-1"),
         ]:
             assert not eu.is_for(replica, region)
-        assert not us.is_for("whoever", "us-east")
+        assert not us.is_for("whoever", "us")
+        assert not eu.is_for("a.us")
         assert found.grant_of(f"Bearer {PUBLISH}").is_for("any", "")
         assert Tokens().grant_of("").is_for("any", "anywhere")
 
@@ -106,13 +109,27 @@ class TestTokens:
             ("read " + "x" * 15 + "\x07", "printable"),
             (f"read {READ}\nfollow {READ}", "line 2: the token stands twice"),
             ("read " + "ä" * 20, "no file of tokens"),
-            (f"follow {READ} eu regions=eu", "'regions=eu' bounds nothing"),
-            (f"follow {READ} region=eu region=us", "line 1: 'region=us' bounds nothing"),
-            (f"follow {READ} region=", "bounds nothing"),
-            (f"follow {READ} region=[eu]", "bounds nothing"),
-            (f"follow {READ} region=*a*b*c*d*e*f*", "bounds nothing"),
-            (f"follow {READ} region=" + "x" * 65, "bounds nothing"),
-            (f"read {READ} region=eu", "bounds nothing"),
+            (f"follow {READ} eu regions=eu", "'regions=eu' is neither"),
+            (f"follow {READ} region=eu region=us", "line 1: 'region=us' is neither"),
+            (f"follow {READ} region=", "is neither"),
+            (f"follow {READ} region=[eu]", "is neither"),
+            (f"follow {READ} region=*a*b*c*d*e*f*", "is neither"),
+            (f"follow {READ} region=" + "x" * 65, "is neither"),
+            (f"read {READ} region=eu", "is neither"),
+            *(
+                (f"follow {READ} {words}", "is neither")
+                for words in [
+                    "region:eu-*",
+                    "region eu-*",
+                    "region",
+                    "replicas",
+                    "samplers region: eu",
+                    "--region eu",
+                    "--region=eu",
+                    "samplers eu",
+                ]
+            ),
+            (f"follow {READ} samplers region=eu", "alone keeps nobody from the names"),
             ("\n".join(f"read {number:016d}" for number in range(1001)), "line 1001"),
         ],
     )
@@ -129,10 +146,16 @@ class TestTokens:
         path = tmp_path / "token"
         path.write_text(f"  {FOLLOW}\n")
         assert read_token(path) == FOLLOW
-        for text in ["", "short", f"{FOLLOW}\n{FOLLOW}", f"{READ} {READ}"]:
+        for text, says in [
+            ("", "no token: what is there has 0 letters"),
+            ("short", "no token: what is there has 5 letters"),
+            (f"{READ} {READ}", "no token: what is there has blanks"),
+            (f"{FOLLOW}\n{FOLLOW}\n{FOLLOW}", "holds 3 lines"),
+        ]:
             path.write_text(text)
-            with pytest.raises(InvalidArgument, match="holds no token"):
+            with pytest.raises(InvalidArgument, match=says) as caught:
                 read_token(path)
+            assert READ not in str(caught.value)
 
 
 class TestExposure:

@@ -18,8 +18,8 @@ TokensFile = Annotated[
         "--tokens",
         show_default=False,
         help="A file of bearer tokens, one a line: read, follow or publish, and the token; then a "
-        "name if you like, and after follow region=PATTERN or replica=PATTERN: for whom it may "
-        "speak at a hub, such as region=eu-*.",
+        "name if you like, and after follow for whom it may speak at a hub, such as replica=eu-* "
+        "or replica=eu-* region=eu.",
     ),
 ]
 TlsCertificate = Annotated[

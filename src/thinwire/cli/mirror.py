@@ -144,8 +144,8 @@ def mirror(
             "--exec",
             metavar="COMMAND",
             show_default=False,
-            help="Run this after each version, with THINWIRE_VERSION, THINWIRE_STEP and "
-            "THINWIRE_FOLDER (the mirror's own copy) set, and wait for its end.",
+            help="Run this program (no shell) after each version, with THINWIRE_VERSION, "
+            "THINWIRE_STEP and THINWIRE_FOLDER (the mirror's own copy) set, and wait for its end.",
         ),
     ] = None,
     metrics_port: MetricsPort = None,

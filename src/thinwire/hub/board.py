@@ -279,11 +279,6 @@ class Board:
             and is_believed(seen, self._looked_s)
         )
 
-    def region_of(self, replica: str) -> str | None:
-        """Where a replica is, as it said last; None: it is not known."""
-        seen = self._fleet.find(replica)
-        return None if seen is None else seen.beat.region
-
     def leave(self, replica: str) -> bool:
         """Forget a replica that left; whether it was known."""
         was_known = self._fleet.leave(replica)

@@ -79,11 +79,13 @@ class Guard:
     Attributes:
         tokens: Who may do what.
         count: Called for each answer with path, method and status.
+        refuse: Called with path and reason of what a token does not allow.
         fail: Called with what nobody foresaw.
     """
 
     tokens: Tokens
     count: Callable[[str, str, int], None]
+    refuse: Callable[[str, str], None]
     fail: Callable[[str, Exception], None]
 
     def check_host(self, request: Request) -> None:
@@ -145,6 +147,8 @@ class _Path:
             reply = error.response()
             if error.status == 405:
                 reply.headers["allow"] = self._allow
+            if error.status == 403:
+                self._guard.refuse(self._path, str(error))
         except ClientDisconnect:
             self._guard.count(self._path, method, 499)
             return

@@ -34,6 +34,8 @@ MAX_HISTORY = 10_000
 # What fails for longer is asked again at the next look, and told meanwhile.
 LOOK_RETRY_S = 5.0
 _READERS = 8
+# So many refusals are logged, each once.
+_MAX_REFUSALS = 256
 # How long the looks that run have, all together, when the hub ends.
 _END_S = 10.0
 
@@ -115,6 +117,7 @@ class Hub:
             )
             self._watchers[name] = Watcher(stream, board, self._pool, poll_s=poll_s, logger=logger)
         self._metrics = HubMetrics(self._boards)
+        self._refusals: set[str] = set()
         self.app = self._make_app(tokens or Tokens(), rule or Rule())
 
     def __enter__(self) -> Self:
@@ -150,7 +153,7 @@ class Hub:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _make_app(self, tokens: Tokens, rule: Rule) -> Starlette:
-        guard = Guard(tokens, self._metrics.count, self._fail)
+        guard = Guard(tokens, self._metrics.count, self._refuse, self._fail)
         operations = [
             *Routes(self._boards, self._wake, rule).operations(),
             *Facade(self._boards, self._wake).operations(),
@@ -180,6 +183,14 @@ class Hub:
 
     def _wake(self, name: str, close_s: float) -> None:
         self._watchers[name].wake(close_s)
+
+    def _refuse(self, path: str, reason: str) -> None:
+        # Those who are refused ask again every few seconds, and anybody may make up names.
+        if reason in self._refusals or len(self._refusals) >= _MAX_REFUSALS:
+            return
+        self._refusals.add(reason)
+        if self._logger is not None:
+            self._logger.warning("denied", path=path, reason=reason)
 
     def _fail(self, path: str, error: Exception) -> None:
         if self._logger is not None:

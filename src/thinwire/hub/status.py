@@ -151,6 +151,13 @@ def judge(statuses: Iterable[ReplicaStatus], rule: Rule) -> Readiness:
         first = doubtful[0]
         text += f"; {len(doubtful)} serve what is not the stream's, as {first.beat.replica}: "
         text += first.doubt
+    faults = [
+        (one.beat.replica, one.beat.fault.code)
+        for one in here
+        if one.beat.fault is not None and not _keeps(one, rule)
+    ]
+    if faults:
+        text += f"; {len(faults)} have a fault, as {faults[0][0]}: {faults[0][1]}"
     if lost_count:
         text += f"; {lost_count} more are lost" if rule.ignores_lost else f"; {lost_count} are lost"
     return Readiness(ready_count >= needed, text, ready_count, count)

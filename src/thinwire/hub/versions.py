@@ -140,18 +140,14 @@ class History:
         head = self.head
         if head is None or version == 0 or version > head.version:
             return ""
-        at = bisect_left(self._numbers, version)
-        # The numbers of a lineage follow each other: in a hole are those of the versions around it.
-        is_known = self._numbers[at] == version
-        around = [self._notes[number] for number in self._numbers[max(0, at - 1) : at + 1]]
-        if is_known:
-            around = around[-1:]
-        if all(lineage != one.lineage for one in around):
+        around, known = self._around(version), self._notes.get(version)
+        # The numbers of a lineage follow each other: between two of one lineage are its own. Of
+        # what came before all, or between two lineages, nobody knows.
+        is_certain = known is not None or (len(around) == 2 and around[0] == around[1])
+        if is_certain and lineage not in around:
             return f"the stream's version {version} is of another lineage"
-        if is_known and digest and around[0].digest and digest != around[0].digest:
-            return (
-                f"the stream's version {version} is another one: {around[0].digest}, not {digest}"
-            )
+        if known is not None and digest and known.digest and digest != known.digest:
+            return f"the stream's version {version} is another one: {known.digest}, not {digest}"
         return ""
 
     def staleness(
@@ -172,6 +168,8 @@ class History:
         if version >= head.version:
             # A replica may be faster than the hub; but only on the lineage that goes on.
             return Staleness(0, 0.0) if lineage == head.lineage else UNKNOWN
+        if lineage not in self._around(version):
+            return UNKNOWN
         following = self._notes[self._numbers[bisect_right(self._numbers, version)]]
         if (known := self._notes.get(version)) is not None:
             step = known.step
@@ -180,6 +178,12 @@ class History:
             # A step that was published twice, or again after a restart, says nothing.
             steps = head.step - step if head.step > step else steps
         return Staleness(steps, max(0, now_ms - following.created_ms) / 1000)
+
+    def _around(self, version: int) -> list[str]:
+        """The lineage of a version up to the head; where it is not here, those next to it."""
+        at = bisect_left(self._numbers, version)
+        first = at if version in self._notes else max(0, at - 1)
+        return [self._notes[number].lineage for number in self._numbers[first : at + 1]]
 
     def _drop(self, number: int) -> None:
         note = self._notes.pop(number)

@@ -91,6 +91,7 @@ def write_thinwire(change: Change, target: Path, workers: int, overwrite: bool) 
             )
             file.flush()
             os.fsync(file.fileno())
+        change.check_unchanged()
         put_in_place(temporary, target, overwrite=overwrite)
     except BaseException:
         remove_quietly(temporary)

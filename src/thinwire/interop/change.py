@@ -40,6 +40,13 @@ class Change(Protocol):
     def read_file(self, name: str) -> memoryview:
         """The bytes of one of ``file_names``."""
 
+    def check_unchanged(self) -> None:
+        """Find out whether all that was read is one state: before what was made of it is used.
+
+        Raises:
+            InvalidArgument: A checkpoint was written to meanwhile.
+        """
+
 
 class CheckpointChange:
     """The change between two opened checkpoints; see :class:`Change`.
@@ -64,6 +71,11 @@ class CheckpointChange:
     def read_file(self, name: str) -> memoryview:
         """See :class:`Change`."""
         return map_file(self.new.files[name]).data
+
+    def check_unchanged(self) -> None:
+        """See :class:`Change`."""
+        self.base.check_unchanged()
+        self.new.check_unchanged()
 
 
 class ForeignChange:
@@ -92,6 +104,10 @@ class ForeignChange:
     def read_file(self, name: str) -> memoryview:
         """See :class:`Change`."""
         return map_file(self._delta.files.get(name) or self.base.files[name]).data
+
+    def check_unchanged(self) -> None:
+        """See :class:`Change`."""
+        self.base.check_unchanged()
 
 
 class DeltaChange:
@@ -149,3 +165,7 @@ class DeltaChange:
         if file.from_base:
             return base_file_view(self.base, file.attachment).data
         return memoryview(self._delta.attachment_data(file.attachment))
+
+    def check_unchanged(self) -> None:
+        """See :class:`Change`."""
+        self.base.check_unchanged()

@@ -5,7 +5,6 @@ what is being written. A version is named after its own commit, so it is whole; 
 short is removed and written again. What is there is never replaced, neither what thinwire wrote nor
 what it did not, and versions only rise. One at a time writes: the holder of the record, which looks
 whether it still is before it puts any file.
-
 """
 
 from __future__ import annotations
@@ -25,12 +24,14 @@ from thinwire.interop.change import Change
 from thinwire.interop.foreign import OutFile
 from thinwire.interop.formats import Format
 from thinwire.interop.held_record import HeldRecord
+from thinwire.interop.hf import pointer_to
 from thinwire.interop.mirror_record import MirroredVersion, MirrorRecord
 from thinwire.store import Store
 
 # Where nothing is ever deleted, the record need not name what is long past.
 _NAMED_VERSIONS = 256
 _UPLOADS = 4
+_MAX_POINTER_BYTES = 1024
 # A last file up to this size is put if absent, for which it is held in memory.
 _MAX_COMMIT_BYTES = 64 << 20
 
@@ -88,6 +89,16 @@ class Destination:
         return self._held.record
 
     @property
+    def was_found(self) -> bool:
+        """Whether something was ever written here, when it was opened."""
+        return self._held.was_found
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether it is not known what is there, as the store failed: open it anew."""
+        return self._held.is_in_doubt
+
+    @property
     def newest(self) -> MirroredVersion | None:
         """The newest version that is there."""
         return self.record.versions[-1] if self.record.versions else None
@@ -120,6 +131,7 @@ class Destination:
 
         Raises:
             TensorMismatch, Unsupported: The format has no delta for that; nothing was written.
+            InvalidArgument: The base was written to meanwhile; nothing was written here.
             AlreadyExists: The destination has that version, or a later one, or something else.
             Fenced: Another one writes here now.
             StoreError: The store failed. Calling it again writes the same.
@@ -137,6 +149,7 @@ class Destination:
                 **self.options,
                 **naming,
             )
+            change.check_unchanged()
             return self._ship(files, version, base_version, source)
 
     def write_full(
@@ -145,12 +158,13 @@ class Destination:
         """Write full weights and commit them; what is no longer kept goes.
 
         Raises:
-            InvalidArgument, Unsupported: The format cannot carry them; nothing was written.
+            InvalidArgument, Unsupported: The format cannot carry them, or they were written to
+                meanwhile; nothing is there that a reader would take.
             AlreadyExists, Fenced, StoreError: As :meth:`write_delta`.
         """
         with self._staging() as staging:
             files = self.format.write_full(checkpoint, staging, version=version, **naming)
-            return self._ship(files, version, None, source)
+            return self._ship(files, version, None, source, checkpoint)
 
     def begin(self, *, version: int, source: str) -> MirroredVersion:
         """Note down a version that both sides hold already, where the format has no full ones."""
@@ -205,8 +219,37 @@ class Destination:
             self._delete(rows[:first], rows[first:])
             self._held.save(versions=rows[first:])
 
+    def check_pointer(self) -> None:
+        """Have what names the newest version name it, where the format has such an object.
+
+        What another one, who is not the holder any more, put there late may have changed it.
+
+        Raises:
+            Fenced, StoreError: As :meth:`write_delta`.
+        """
+        if not self.format.pointer or not self._is_begun():
+            return
+        newest = self.newest
+        wanted = b"" if newest is None else pointer_to(newest.name)
+        try:
+            found = self.store.get(self.format.pointer, limit_bytes=_MAX_POINTER_BYTES)
+        except NotFound:
+            found = b""
+        if found == wanted:
+            return
+        self._held.hold()
+        if wanted:
+            self.store.put(self.format.pointer, wanted)
+        else:
+            self.store.delete([self.format.pointer])
+
     def _ship(
-        self, files: list[OutFile], version: int, base: int | None, source: str
+        self,
+        files: list[OutFile],
+        version: int,
+        base: int | None,
+        source: str,
+        full: Checkpoint | None = None,
     ) -> MirroredVersion:
         sizes = []
         for file in files:
@@ -220,6 +263,9 @@ class Destination:
             # An upload that failed is raised here, before anything is committed.
             for _ in pool.map(self._upload, files[:-1]):
                 self._between()
+        if full is not None:
+            # Uploaded from where they lie.
+            full.check_unchanged()
         self._commit(files[-1], sizes[-1])
         written = MirroredVersion(version, base, name, source, keys, sum(sizes))
         self._held.save(versions=[*self.record.versions, written], writing="")
@@ -232,7 +278,7 @@ class Destination:
 
     def _commit(self, file: OutFile, size_bytes: int) -> None:
         """Put the file that makes a version exist; a small one of another holder's stays."""
-        if size_bytes > _MAX_COMMIT_BYTES or file.key in self.format.shared_keys:
+        if size_bytes > _MAX_COMMIT_BYTES or file.key == self.format.pointer:
             self._upload(file)
             return
         with os_errors("cannot read", file.path):
@@ -272,6 +318,9 @@ class Destination:
     def _refuse_existing(self, name: str, keys: list[str]) -> None:
         """Refuse to write among what lay there before."""
         named = {key for row in self.record.versions for key in row.keys}
+        if self._is_begun():
+            # Found free, or ours, before the first version was begun.
+            named.add(self.format.pointer)
         others = [key for key in keys if not key.startswith(f"{name}/") and key not in named]
         there = [key for key in others if self._exists(key)]
         if not there and self.format.has_folders:
@@ -285,6 +334,9 @@ class Destination:
                 key=there[0],
             )
 
+    def _is_begun(self) -> bool:
+        return bool(self.record.versions or self.record.writing)
+
     def _exists(self, key: str) -> bool:
         try:
             self.store.get_range(key, 0, 0)
@@ -297,6 +349,7 @@ class Destination:
         if not self.format.has_folders:
             self.store.delete([name])
             return
+        self.check_pointer()
         found = [entry.key for entry in self.store.list(f"{name}/")]
         first = [key for key in found if _makes_exist(key)]
         self.store.delete(first)

@@ -33,7 +33,8 @@ class Format:
         full_every: After so many deltas a mirror writes a full version; 0: it need not.
         options: What a user may ask its writer of deltas for, and the values that it takes.
         name_pattern: What a version's name looks like: its folder, or its file.
-        shared_keys: Objects that every version writes anew.
+        pointer: The object that names the newest version's folder, written anew with each; empty:
+            there is none.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Format:
     full_every: int = 0
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     name_pattern: str = r"(?!)"
-    shared_keys: tuple[str, ...] = ()
+    pointer: str = ""
 
     def is_delta(self, path: Path) -> bool:
         """Whether a file or folder looks like one delta of this format."""
@@ -207,7 +208,7 @@ FORMATS = {
             reads=False,
             writes_deltas=False,
             name_pattern=r"version_\d{6,18}",
-            shared_keys=("latest",),
+            pointer="latest",
         ),
     )
 }

@@ -41,6 +41,8 @@ else:
     from backports import zstd
 
 DELTA, FULL = "DELTA", "FULL"
+# Bytes of memory for each byte of a tensor of which every word changed, as measured.
+_MEMORY_TIMES = 28
 METADATA_NAME = "metadata.json"
 WEIGHTS_METADATA_NAME = "delta_metadata.json"
 DATA_NAME = "delta_sparse.bin.zst"
@@ -178,7 +180,7 @@ def _spool_changes(
         return Part.of(name, _GRAIL_NAMES[new.dtype], new.shape, arrays), arrays
 
     spooled = {}
-    for name, (part, arrays) in code_changes(change, code, workers):
+    for name, (part, arrays) in code_changes(change, code, workers, memory_times=_MEMORY_TIMES):
         spooled[name] = _Spooled(part, spool.tell())
         for array in arrays:
             if array.size:

@@ -45,8 +45,13 @@ def write_full(checkpoint: Checkpoint, out: Path, *, version: int) -> list[OutFi
     """All files of a version, and then the name of its folder in ``latest``."""
     name = folder_name(version)
     latest = out / LATEST
-    write_file(latest, f"{name}\n".encode())
+    write_file(latest, pointer_to(name))
     return [*checkpoint_files(checkpoint, name), OutFile(LATEST, latest)]
+
+
+def pointer_to(name: str) -> bytes:
+    """What ``latest`` holds while a folder is the newest."""
+    return f"{name}\n".encode()
 
 
 def checkpoint_files(checkpoint: Checkpoint, folder: str) -> list[OutFile]:

@@ -148,7 +148,8 @@ class Mirror:
             LineageChanged: The stream is not the one that was mirrored, or behind it.
         """
         held = self._follower.version()
-        if held is not None and self._look_count % _LOOKS_PER_DOUBT == 0:
+        does_doubt = self._look_count % _LOOKS_PER_DOUBT == 0
+        if held is not None and does_doubt:
             self._check_known()
         self._look_count += 1
         newest = self.sink.destination.newest
@@ -163,6 +164,8 @@ class Mirror:
         self.sink.deliver()
         if self._look_count == 1:
             self.sink.destination.prune()
+        if does_doubt:
+            self.sink.destination.check_pointer()
         return held
 
     def _check_known(self) -> None:

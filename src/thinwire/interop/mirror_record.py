@@ -1,8 +1,8 @@
 """What a destination says of itself: a record below ``thinwire-mirror/``, beside the chain.
 
-Every holder has a record of its own, with the next number; the one with the highest number counts.
-It is hostile as anything in a bucket: what it names may be deleted one day, so each name must look
-like one of the format's, and each key lie below its version's name.
+Each record is written once, with the next number; the one with the highest number counts. It is
+hostile as anything in a bucket: what it names may be deleted one day, so each name must look like
+one of the format's, and each key lie below its version's name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from thinwire.store.store import key_fault
 
 RECORDS = "thinwire-mirror/"
 MAX_RECORD_BYTES = 64 << 20
+MAX_NUMBER = 10**12 - 1
 
 _RECORD = re.compile(r"thinwire-mirror/(\d{12})\.json", re.ASCII)
 
@@ -67,7 +68,7 @@ class MirrorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def record_key(number: int) -> str:
-    """Where the record of the holder of a number lies."""
+    """Where the record of a number lies."""
     return f"{RECORDS}{number:012d}.json"
 
 
@@ -115,7 +116,7 @@ def _is_name(format: Format, name: str) -> bool:
 def _are_keys(format: Format, row: MirroredVersion) -> bool:
     own = f"{row.name}/"
     return all(
-        key in {row.name, *format.shared_keys} or (key.startswith(own) and key_fault(key) is None)
+        key in (row.name, format.pointer) or (key.startswith(own) and key_fault(key) is None)
         for key in row.keys
     )
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from thinwire.checkpoint.disk import remove_quietly
+from thinwire.checkpoint.disk import os_errors, remove_quietly, write_file
 from thinwire.codec.delta_set import DeltaSet
 from thinwire.codec.threads import default_workers
 from thinwire.errors import (
@@ -15,6 +15,7 @@ from thinwire.errors import (
     InvalidArgument,
     LineageChanged,
     TensorMismatch,
+    Unavailable,
     Unsupported,
 )
 from thinwire.follow import CheckpointSink, Mark, Stream
@@ -25,8 +26,11 @@ from thinwire.interop.destination import Destination
 from thinwire.interop.formats import Format
 from thinwire.interop.mirror_record import MirroredVersion
 from thinwire.store import Store
+from thinwire.store.wrappers import end_waits
 
 WORK_NAME = ".thinwire-mirror"
+# Holds the URL of the destination that this folder was written to.
+_NOTE_NAME = ".thinwire-mirrored-to"
 
 
 class MirrorSink(CheckpointSink):
@@ -61,9 +65,13 @@ class MirrorSink(CheckpointSink):
 
         Raises:
             InvalidArgument, StoreError: It cannot be written to, or holds something else.
+            Unavailable: This folder was written to it, and it is empty: its store is away.
         """
-        if self._destination is None:
-            self._destination = self._open(self.folder / WORK_NAME, lambda: self.between())
+        if self._destination is None or self._destination.is_in_doubt:
+            opened = self._open(self.folder / WORK_NAME, lambda: self.between())
+            if not opened.was_found and self._read_note() == opened.store.url:
+                raise self._away(opened.store.url)
+            self._destination = opened
         return self._destination
 
     @contextmanager
@@ -125,6 +133,7 @@ class MirrorSink(CheckpointSink):
             return None
         if not self._is_there(mark):
             self._write_full(mark)
+        self._write_note()
         return self.destination.newest
 
     def naming(self, mark: Mark) -> dict[str, Any]:
@@ -132,7 +141,28 @@ class MirrorSink(CheckpointSink):
         return {}
 
     def stop(self) -> None:
-        """End a wait, if there is one. From any thread."""
+        """End a wait, be it for the destination's store. From any thread."""
+        if self._destination is not None:
+            end_waits(self._destination.store)
+
+    def _read_note(self) -> str:
+        path = self.folder / _NOTE_NAME
+        with os_errors("cannot read", path):
+            return path.read_text() if path.exists() else ""
+
+    def _write_note(self) -> None:
+        url = self.destination.store.url
+        if self._read_note() != url:
+            remove_quietly(self.folder / _NOTE_NAME)
+            write_file(self.folder / _NOTE_NAME, url.encode())
+
+    def _away(self, url: str) -> Unavailable:
+        return Unavailable(
+            f"{url}: there was a copy that this mirror wrote, and there is nothing now",
+            hint="Is it mounted, and the URL right? If it was emptied on purpose, remove"
+            f" {self.folder / _NOTE_NAME}",
+            url=url,
+        )
 
     def _write_full(self, mark: Mark) -> None:
         """Write full weights, which are proved against the manifest: nobody could later."""

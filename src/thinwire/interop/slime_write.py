@@ -36,6 +36,8 @@ from thinwire.interop.slime_index import (
 from thinwire.interop.slime_read import WORD, WORD_BYTES
 from thinwire.interop.writing import code_changes, refuse_other_changes, require_consecutive
 
+# Bytes of memory for each byte of a tensor of which every word changed, as measured.
+_MEMORY_TIMES = 5
 MAX_OVERWRITE_BYTES = (1 << 8 * WORD_BYTES) - 1
 """The largest tensor that ``overwrite`` can count the bytes of."""
 
@@ -86,7 +88,7 @@ def write_delta(
     with new_payload_files(
         lambda number: out / f"model-{number:05d}.part", max_file_bytes
     ) as files:
-        for name, coded in code_changes(change, code, workers):
+        for name, coded in code_changes(change, code, workers, memory_times=_MEMORY_TIMES):
             numbers[name] = files.add(name, *coded)
     # Only now is it known how many there are.
     names = [

@@ -33,6 +33,8 @@ from thinwire.interop.unnamed import map_written, unnamed_file
 from thinwire.interop.weights_out import WeightsWriter, new_weights
 from thinwire.interop.writing import code_changes, refuse_other_changes
 
+# Bytes of memory for each byte of a tensor of which every word changed, as measured.
+_MEMORY_TIMES = 15
 _WIDE_BYTES = 4
 
 
@@ -148,7 +150,7 @@ def _write_changes(
     changed_count = 0
     waiting: list[_Waiting] = []
     with unnamed_file(out) as spool:
-        for name, coded in code_changes(change, code, workers):
+        for name, coded in code_changes(change, code, workers, memory_times=_MEMORY_TIMES):
             names.append(name)
             changed_count += coded.values.size
             for suffix, dtype, elements in (

@@ -1,9 +1,10 @@
 """What every writer of another system's deltas does: asks whether the format can carry a change,
 and codes it tensor after tensor, on several threads.
 
-What is written is the same for any number of threads, byte for byte. However many there are, the
-tensors that are in work, or coded and waiting for their turn, have ``AHEAD_BYTES`` at most; a
-larger one is in work alone.
+What is written is the same for any number of threads, byte for byte. However many there are, what
+is in work, or coded and waiting for its turn, takes about ``MEMORY_BYTES`` at most: the bytes of
+its tensors, times what a format takes for each where every word changed. What takes more is in work
+alone.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from thinwire.errors import InvalidArgument, TensorMismatch, Unsupported
 from thinwire.interop.change import Change
 from thinwire.interop.unnamed import map_written, unnamed_file
 
-AHEAD_BYTES = 4 << 30
-"""How many bytes of tensors may be in work at once."""
+MEMORY_BYTES = 4 << 30
+"""How much memory may be taken by what is in work at once."""
+
+# Of a tensor that is decoded.
+_READ_TIMES = 8
 
 _SHOWN_CHARS = 200
 _NO_BYTES = np.empty(0, np.uint8)
@@ -80,9 +84,21 @@ def _not_carried(system: str, what: str, name: str) -> Unsupported:
 
 
 def code_tensors(
-    change: Change, names: Sequence[str], code: Callable[[str], _T], workers: int
+    change: Change,
+    names: Sequence[str],
+    code: Callable[[str], _T],
+    workers: int,
+    *,
+    memory_times: int,
 ) -> Iterator[_T]:
     """What ``code`` makes of each tensor's name, in order, on ``workers`` threads.
+
+    Args:
+        change: Whose tensors they are.
+        names: Theirs.
+        code: Called for each.
+        workers: Threads.
+        memory_times: How many bytes of memory that takes for each byte of a tensor, at most.
 
     Raises:
         InvalidArgument: ``workers`` is below 1.
@@ -99,11 +115,13 @@ def code_tensors(
         try:
             for name in names:
                 old = change.base.tensors.get(name)
-                size = 0 if old is None else old.data.size
-                while waiting and (len(waiting) >= 2 * workers or ahead_bytes + size > AHEAD_BYTES):
+                size = 0 if old is None else memory_times * old.data.size
+                is_over = ahead_bytes + size > MEMORY_BYTES
+                while waiting and (len(waiting) >= 2 * workers or is_over):
                     done_bytes, future = waiting.popleft()
                     yield future.result()
                     ahead_bytes -= done_bytes
+                    is_over = ahead_bytes + size > MEMORY_BYTES
                 waiting.append((size, pool.submit(code, name)))
                 ahead_bytes += size
             while waiting:
@@ -114,7 +132,11 @@ def code_tensors(
 
 
 def code_changes(
-    change: Change, code: Callable[[str, StoredTensor, StoredTensor], _T], workers: int
+    change: Change,
+    code: Callable[[str, StoredTensor, StoredTensor], _T],
+    workers: int,
+    *,
+    memory_times: int,
 ) -> Iterator[tuple[str, _T]]:
     """Name, and what ``code`` makes of base and new tensor, of each tensor whose bits differ.
 
@@ -140,7 +162,7 @@ def code_changes(
         return name, code(name, old, new)
 
     touched = [name for name in names if name in change.touched]
-    for coded in code_tensors(change, touched, code_one, workers):
+    for coded in code_tensors(change, touched, code_one, workers, memory_times=memory_times):
         if coded is not None:
             yield coded
 
@@ -160,7 +182,9 @@ def spooled_pairs(change: Change, folder: Path, *, workers: int = 1) -> Iterator
     with unnamed_file(folder) as spool:
         spans: dict[str, tuple[int, StoredTensor]] = {}
         size = 0
-        new_tensors = code_tensors(change, names, change.new_tensor, workers)
+        new_tensors = code_tensors(
+            change, names, change.new_tensor, workers, memory_times=_READ_TIMES
+        )
         for name, new in zip(names, new_tensors, strict=True):
             spool.write(new.data.data)
             spans[name] = size, new._replace(data=_NO_BYTES)

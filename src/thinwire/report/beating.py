@@ -68,7 +68,8 @@ class Sender:
             timeout_s=self._timeout_s,
         )
         if status != 200:
-            raise HubFault(refusal_of(status, self._stream), status)
+            own = f", for the replica {beat.replica!r} in the region {beat.region!r}"
+            raise HubFault(refusal_of(status, self._stream, f"follow{own}"), status)
         return parse_answer(data)
 
     def close(
@@ -113,13 +114,12 @@ def refusal_of(status: int, stream: str, role: str = "follow") -> str:
     Args:
         status: The status.
         stream: What the stream was called.
-        role: What the token must be for.
+        role: What the token must be of.
     """
     if status == 401:
         return "it does not accept the token (status 401): none was given, or it knows another"
     if status == 403:
-        own = " for this replica and its region" if role == "follow" else ""
-        return f"it does not accept the token (status 403): it takes one of the role {role}{own}"
+        return f"it does not accept the token (status 403): it takes one of the role {role}"
     if status == 404:
         return f"it does not know the stream {stream!r} (status 404)"
     return f"it answers with status {status}"

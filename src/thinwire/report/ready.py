@@ -16,12 +16,15 @@ from thinwire.report.naming import check_name
 
 _LOG = logging.getLogger("thinwire")
 _AGAIN_S = 0.5
+# A hub that is started again is there by then.
+_AWAY_S = 5.0
 _TIMEOUT_S = 5.0
 _REFUSALS: dict[int, type[StoreError]] = {401: AccessDenied, 403: AccessDenied, 404: NotFound}
 
 
 class _Verdict(msgspec.Struct, frozen=True):
     is_ready: bool
+    reason: str = ""
 
 
 _VERDICTS = msgspec.json.Decoder(_Verdict)
@@ -37,11 +40,12 @@ def wait_until_ready(
     share: float = 1.0,
     region: str = "",
     within_s: float = 60.0,
+    without_hub: bool = True,
 ) -> bool:
     """Wait until enough replicas serve what is fresh enough: bounded staleness for a trainer.
 
-    A hub that is away, hangs or breaks off is no reason to stop: that is logged, and the answer is
-    True. Each answer of a sampler says itself which version it is of.
+    A hub that is away, hangs or breaks off, for five seconds, is no reason to stop: that is logged,
+    and the answer is ``without_hub``. Each answer of a sampler says itself which version it is of.
 
     Args:
         url: The hub: ``http://`` or ``https://``.
@@ -52,9 +56,10 @@ def wait_until_ready(
         share: How many of all must be so, from 0 to 1.
         region: Only replicas of this region; empty: all.
         within_s: How long to ask again; an answer may take five seconds more.
+        without_hub: What to return where the hub does not say.
 
     Returns:
-        Whether they are; False: not in time.
+        Whether they are; False: not in time, and the log says why.
 
     Raises:
         InvalidArgument: An argument is malformed, or the hub says so.
@@ -70,20 +75,30 @@ def wait_until_ready(
     route = f"/v1/streams/{quote(stream, safe='')}/ready?{urlencode(asked)}"
     channel = Channel(Address.of(url, token), threading.Event())
     end_s = time.monotonic() + within_s
+    away_end_s: float | None = None
     try:
-        while not _ask(channel, route, stream):
-            if time.monotonic() + _AGAIN_S >= end_s:
-                return False
+        while True:
+            try:
+                verdict = _ask(channel, route, stream)
+            except HubFault as fault:
+                away_end_s = away_end_s or min(end_s, time.monotonic() + _AWAY_S)
+                if time.monotonic() + _AGAIN_S >= away_end_s:
+                    _LOG.warning("the hub %s: readiness: %s; going on without", url, fault)
+                    return without_hub
+            else:
+                away_end_s = None
+                if verdict.is_ready:
+                    return True
+                if time.monotonic() + _AGAIN_S >= end_s:
+                    _LOG.warning("the hub %s: not ready in time: %.300r", url, verdict.reason)
+                    return False
             time.sleep(_AGAIN_S)
-    except HubFault as fault:
-        _LOG.warning("the hub %s: readiness: %s; going on without", url, fault)
     finally:
         channel.close()
-    return True
 
 
-def _ask(channel: Channel, route: str, stream: str) -> bool:
-    """Whether the hub says that they are.
+def _ask(channel: Channel, route: str, stream: str) -> _Verdict:
+    """What the hub says.
 
     Raises:
         HubFault: It does not answer as a hub does.
@@ -102,6 +117,6 @@ def _ask(channel: Channel, route: str, stream: str) -> bool:
     if status not in (200, 503):
         raise HubFault(refusal_of(status, stream), status)
     try:
-        return _VERDICTS.decode(data).is_ready
+        return _VERDICTS.decode(data)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         raise HubFault("its answer is no verdict", status) from None

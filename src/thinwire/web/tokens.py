@@ -4,11 +4,12 @@ A file of tokens has a line for each::
 
     # role   token                                 name, for people
     read     5f0c1f6f0f7e4f6c9d0f2d3f4f5a6b7c      grafana
-    follow   9b1deb4d3b7d4bad9bdd2b0d7b3dcb6d      samplers-eu   region=eu-*
+    follow   9b1deb4d3b7d4bad9bdd2b0d7b3dcb6d      samplers-eu   replica=eu-* region=eu
     publish  1b9d6bcdbbfd4b2d9b5dab8dfbbd4bed      trainer
 
-``region=`` and ``replica=``, with ``*`` for any letters, say for whom a token of the role "follow"
-may speak; without them it is for everybody.
+``replica=`` and ``region=``, with ``*`` for any letters, say for whom a token of the role "follow"
+may speak; without them it is for everybody. A region goes with the names of its replicas: who comes
+first with a name says nothing of whose it is, as a hub that was started again knows nobody.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _MAY = {
 # Of names, and few stars: looking for them takes no time.
 _PATTERN = re.compile(r"(?:\*?[A-Za-z0-9._:-]+){0,4}\*?", re.ASCII)
 _MAX_PATTERN_LETTERS = 64
+_NAME = re.compile(r"(?!(?:region|replica)s?\Z)[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
 class Grant(NamedTuple):
@@ -54,17 +56,19 @@ class Grant(NamedTuple):
 
     Attributes:
         roles: As what; none: nothing.
-        region: For replicas in such a region ...
-        replica: ... that are called so.
+        replica: For replicas that are called so ...
+        region: ... while they are in such a region.
     """
 
     roles: frozenset[Role] = frozenset()
-    region: str = "*"
     replica: str = "*"
+    region: str = "*"
 
-    def is_for(self, replica: str, region: str) -> bool:
-        """Whether it may speak for a replica in a region."""
-        return fnmatchcase(replica, self.replica) and fnmatchcase(region, self.region)
+    def is_for(self, replica: str, region: str | None = None) -> bool:
+        """Whether it may speak for a replica; in a region, if one is given."""
+        return fnmatchcase(replica, self.replica) and (
+            region is None or fnmatchcase(region, self.region)
+        )
 
 
 class NotAllowed(Exception):
@@ -187,28 +191,40 @@ def read_token(path: Path) -> str:
         StoreError: It cannot be read.
     """
     lines = _lines(path)
-    token = lines[0].strip() if len(lines) == 1 else ""
-    if _token_fault(token):
-        raise InvalidArgument(f"{path} holds no token", hint=f"One line. {_HINT}")
+    if len(lines) > 1:
+        raise InvalidArgument(
+            f"{path} holds {len(lines)} lines", hint="Give a file with one token alone"
+        )
+    token = lines[0].strip() if lines else ""
+    if fault := _token_fault(token):
+        raise InvalidArgument(f"{path} holds no token: what is there {fault}", hint=_HINT)
     return token
 
 
 def _bounds(role: Role, words: list[str], where: str) -> dict[str, str]:
     """For whom a token may speak, from what follows it: a name, and NAME=PATTERN."""
     bounds: dict[str, str] = {}
+    names: list[str] = []
     for word in words:
         name, equals, pattern = word.partition("=")
-        if not equals:
-            continue
         is_known = role is Role.FOLLOW and name in ("region", "replica") and name not in bounds
         is_short = 0 < len(pattern) <= _MAX_PATTERN_LETTERS
-        # What was misspelled must not be taken for no bound at all.
-        if not (is_known and is_short and _PATTERN.fullmatch(pattern)):
+        if is_known and is_short and _PATTERN.fullmatch(pattern):
+            bounds[name] = pattern
+        elif not equals and not names and _NAME.fullmatch(word):
+            names.append(word)
+        else:
+            # What was misspelled must not be taken for no bound at all.
             raise InvalidArgument(
-                f"{where}: {word[:_MAX_PATTERN_LETTERS]!r} bounds nothing",
-                hint="After a token of the role follow write region=eu-* or replica=eu-*",
+                f"{where}: {word[:_MAX_PATTERN_LETTERS]!r} is neither the token's name nor a bound",
+                hint="After a token comes a name for people, one word; after one of the role follow"
+                " also replica=eu-* and region=eu",
             )
-        bounds[name] = pattern
+    if bounds.keys() == {"region"}:
+        raise InvalidArgument(
+            f"{where}: region={bounds['region']} alone keeps nobody from the names of others",
+            hint="Say how the region's replicas are called as well, such as replica=eu-*",
+        )
     return bounds
 
 

@@ -124,8 +124,9 @@ class FireworksSink(MirrorSink):
         return {"identity": identity}
 
     def stop(self) -> None:
-        """End a wait for replicas. From any thread."""
+        """End a wait for replicas, or for the destination's store. From any thread."""
         self._is_stopped.set()
+        super().stop()
 
     def deliver(self) -> MirroredVersion | None:
         """Have the replicas serve the newest snapshot, and wait for it.
