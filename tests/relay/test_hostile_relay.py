@@ -755,3 +755,35 @@ def test_maintained_streams_through_a_real_relay(tmp_path: Path) -> None:
             follower.catch_up()
     assert held(tmp_path / "f") == bits(VERSIONS[-1])
     assert not direct.bytes_of("/deltas/")
+
+
+def test_who_answers_while_the_store_is_away(
+    stored: DictStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of a relay is no answer of the store: who looks for the fault must not stop there."""
+
+    def busy_once(operation: str, key: str) -> None:
+        relay.before = lambda operation, key: None
+        raise Unavailable("busy", status=503)
+
+    relay, upstream, clock = Upstream(stored.copy()), Upstream(stored), VirtualClock()
+    relay.before = busy_once
+    stream = through(relay, upstream, clock=clock)
+
+    def told_on_looks(count: int) -> list[str]:
+        caplog.clear()
+        for _ in range(count):
+            clock.sleep_until(clock.now() + 9)
+            stream.forget()
+            stream.record()
+            until_nobody_probes()
+        return [record.getMessage() for record in caplog.records]
+
+    upstream.is_away = True
+    failed, instead = told_on_looks(1)
+    assert "it is away; it is tried again for 5 s" in failed
+    assert instead == f"{upstream.url} does not answer; {relay.url} does in its place"
+    assert told_on_looks(2) == [f"{instead}; still so after 18 s"]
+    upstream.is_away = False
+    (back,) = told_on_looks(30)
+    assert f"{upstream.url} answers again, " in back

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from thinwire.errors import NotFound, Unavailable
+from thinwire.errors import AccessDenied, NotFound, Unavailable
 from thinwire.store import RetryingStore, Store, open_store
 from thinwire.store.clock import VirtualClock
 
@@ -43,6 +44,13 @@ def unmount(folder: Path) -> None:
     folder.parent.mkdir()
 
 
+def empty(folder: Path) -> None:
+    """Removed, and made again: most file systems give it the number that the old one had."""
+    shutil.copytree(folder, folder.with_name("away"))
+    for path in folder.iterdir():
+        shutil.rmtree(path)
+
+
 WAYS = pytest.mark.parametrize("go_away", [move_away, put_empty_one, unmount])
 
 
@@ -63,7 +71,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[[Store], Any]]:
     }
 
 
-@WAYS
+@pytest.mark.parametrize("go_away", [move_away, put_empty_one, unmount, empty])
 def test_every_call_says_so_and_makes_nothing(
     store: Store, folder: Path, tmp_path: Path, go_away: Callable[[Path], None]
 ) -> None:
@@ -182,8 +190,28 @@ def test_it_goes_away_within_a_write(
         store.put("new/c", b"data")
     except Unavailable:
         assert there
+    else:
+        assert [path.read_bytes() for path in tmp_path.rglob("new/c")] == [b"data"]
     monkeypatch.undo()
     assert not there or not [*folder.parent.glob("store/*")]
+
+
+def test_one_that_held_nothing_may_become_another(folder: Path) -> None:
+    """A mount point that was looked at, and what is then mounted there, still empty."""
+    folder.mkdir(parents=True)
+    made = open_store(str(folder), retry_s=0)
+    assert [*made.list("")] == []
+    with pytest.raises(NotFound):
+        made.get("a", limit_bytes=9)
+    put_empty_one(folder)
+    made.put("a", b"data")
+    assert made.get("a", limit_bytes=9) == b"data"
+    # It does hold something from the first write on.
+    other = open_store(str(folder.with_name("other")), retry_s=0)
+    other.put_if_absent("a", b"data")
+    folder.with_name("other").rename(folder.with_name("gone"))
+    with pytest.raises(Unavailable, match="opened anew"):
+        other.put("b", b"data")
 
 
 def test_it_goes_away_within_a_listing(store: Store, folder: Path) -> None:
@@ -210,3 +238,37 @@ def test_a_file_system_that_does_not_answer(
         with pytest.raises(Unavailable) as raised:
             call()
         assert "mounted" in raised.value.hint
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
+def test_a_mount_point_that_is_closed(
+    store: Store, folder: Path, tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a guard against writing into it: mode 000, or immutable."""
+
+    def close() -> None:
+        for name in ("open", "scandir", "mkdir", "unlink"):
+            real = getattr(os, name)
+
+            def refuse(path: Any, *arguments: Any, real: Any = real, **options: Any) -> Any:
+                if str(path).startswith(str(folder)):
+                    raise PermissionError(code, os.strerror(code))
+                return real(path, *arguments, **options)
+
+            monkeypatch.setattr(os, name, refuse)
+
+    put_empty_one(folder)
+    close()
+    for name, call in calls(tmp_path).items():
+        with pytest.raises(Unavailable) as raised:
+            call(store)
+        assert "mounted" in raised.value.hint, name
+    # The folder itself, closed, is another fault: no waiting mends it.
+    monkeypatch.undo()
+    folder.rmdir()
+    folder.with_name("away").rename(folder)
+    assert store.get("a/b", limit_bytes=9) == b"data"
+    close()
+    for name in ("get", "get_range", "list", "delete"):
+        with pytest.raises(AccessDenied):
+            calls(tmp_path)[name](store)

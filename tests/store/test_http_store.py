@@ -504,3 +504,26 @@ def test_tls(stored: DictStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     finally:
         listener.stop()
         thread.join(20)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "no token"), ("a" * 20 + "\n" + "b" * 20, "2 lines")]
+)
+def test_a_file_without_one_token(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text(text)
+    monkeypatch.setenv("THINWIRE_HTTP_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(InvalidArgument, match=said):
+        open_store("http://127.0.0.1:1/policy")
+
+
+def test_an_open_file_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "token").write_text("a" * 20)
+    (tmp_path / "token").chmod(0o644)
+    monkeypatch.setenv("THINWIRE_HTTP_TOKEN_FILE", str(tmp_path / "token"))
+    for _ in range(2):
+        open_store("http://127.0.0.1:1/policy")
+    assert caplog.text.count("chmod 600") == 1

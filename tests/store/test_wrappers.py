@@ -128,8 +128,68 @@ def test_waiting_is_told_of_at_once_and_then_now_and_then(
     told = [record.getMessage() for record in caplog.records]
     assert "no answer from there" in told[0]
     assert "60 s" in told[0]
-    # Every ten seconds or so, not at every try.
-    assert 4 <= len(told) <= 7
+    # Ever more rarely, not at every try.
+    assert len(told) == 3
+    assert "no answer from there; still so after 1" in told[1]
+
+
+def test_one_outage_is_told_as_one(memory: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """However many calls fail in it: an hour of them must not bury all else."""
+    memory.put("a", b"")
+    clock = VirtualClock()
+    failing = Failing(memory, 10**9, Unavailable("no answer from there"))
+    store = retrying(failing, 5, clock)
+    while clock.now() < 3600:
+        with pytest.raises(Unavailable):
+            store.get("a", limit_bytes=9)
+        clock.sleep_until(clock.now() + 4)
+    told = [record.getMessage() for record in caplog.records]
+    assert 8 <= len(told) <= 12
+    assert "still so after 5" in told[-1]
+    assert told[-1].endswith(" min")
+    failing.failures = 0
+    store.get("a", limit_bytes=9)
+    store.get("a", limit_bytes=9)
+    last = [record.getMessage() for record in caplog.records][len(told) :]
+    assert len(last) == 1
+    assert last[0].startswith(f"{memory.url} answers again, 36")
+    # Another one is told anew.
+    failing.failures = 1
+    store.put("a", b"")
+    assert "it is tried again for 5 s" in caplog.records[-2].getMessage()
+
+
+@pytest.mark.parametrize("around", [lambda store: store, CountingStore], ids=["", "in another"])
+def test_waits_end_when_told_to(around: Callable[[Store], StoreWrapper], memory: Store) -> None:
+    """Whoever is to stop does not wait for a store that is away."""
+    failing = Failing(memory, 10**9, Unavailable("busy"))
+    store = around(RetryingStore(failing, 3600, first_wait_s=3600, longest_wait_s=3600))
+    failed: list[ThinwireError] = []
+
+    def put() -> None:
+        try:
+            store.put("a", b"")
+        except Unavailable as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    while failing.calls == 0:
+        thread.join(0.01)
+    store.end_waits()
+    thread.join(30)
+    assert [error.context["tries"] for error in failed] == [failing.calls]
+    # What begins later is tried again.
+    failing.failures = 1
+    RetryingStore.end_waits(retry := RetryingStore(failing, 60))
+    retry.put("a", b"")
+    assert memory.get("a", limit_bytes=9) == b""
+
+
+def test_a_listing_ends_an_outage(memory: Store, caplog: pytest.LogCaptureFixture) -> None:
+    memory.put("a", b"")
+    assert [*retrying(Failing(memory, 1, Unavailable("busy")), 60, VirtualClock()).list("")]
+    assert "answers again" in caplog.records[-1].getMessage()
 
 
 def test_the_deadline_ends_it(memory: Store) -> None:

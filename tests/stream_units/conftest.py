@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -9,12 +10,21 @@ import pytest
 
 from .making import Arrays, DictStore, history, maintained, published
 
+FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_waiting_for_disks() -> Iterator[None]:
     """Power cuts are not tested here, and hundreds of versions are published."""
     with mock.patch.object(os, "fsync", return_value=None):
         yield
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Memory, where there is some to be had: small folders are made and removed by the hundred."""
+    with tempfile.TemporaryDirectory(dir=FAST) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)

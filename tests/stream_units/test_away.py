@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.errors import LineageChanged, ThinwireError, Unavailable
-from thinwire.follow import Follower, leases, open_stream
+from thinwire.errors import AccessDenied, Deadline, LineageChanged, ThinwireError, Unavailable
+from thinwire.follow import Follower, leases, looks, open_stream
 from thinwire.maintain import Maintainer, charge
+from thinwire.report import HubClient
 from thinwire.report.state import Now, ReplicaState
 from thinwire.stream import keys
 from thinwire.stream.events import Applied, CaughtUp, Maintained, Refused
+from thinwire.stream.version import Version
 
-from .making import DictStore, Recorder, bits, held, history, published, publisher, tiny
+from .making import DictStore, HookStore, Recorder, bits, held, history, published, publisher, tiny
 
 VERSIONS = history(4, tiny())
 EMPTY = pytest.mark.parametrize("is_empty", [False, True], ids=["moved", "an empty one"])
@@ -138,6 +140,180 @@ def test_a_follower_that_is_started_meanwhile(is_empty: bool, tmp_path: Path) ->
         trainer.publish(VERSIONS[1])
         assert follower.catch_up().version == 2
         follower.close()
+
+
+@EMPTY
+def test_what_is_held_is_known_without_the_store(is_empty: bool, tmp_path: Path) -> None:
+    """So whoever asks for it, such as a driver, or a client of a hub, starts and goes on."""
+    url, sink = tmp_path / "store", tmp_path / "sink"
+    with publisher(open_stream(url), tmp_path / "baseline") as trainer:
+        trainer.publish(VERSIONS[0])
+        with Follower(open_stream(url), sink) as follower:
+            follower.catch_up()
+        recorder = Recorder()
+        with (
+            Follower(open_stream(url, retry_s=0), sink, observer=recorder) as follower,
+            away(url, is_empty),
+        ):
+            held_version = follower.version()
+            assert held_version is not None
+            assert held_version.version == 1
+            assert follower.wait_for(1, 0.0) == held_version
+            client = HubClient("http://127.0.0.1:1", "run", replica="a")
+            with client.reporting(follower):
+                assert follower.version() == held_version
+            with pytest.raises(Deadline, match="here is 1"):
+                follower.wait_for(2, 0.2, poll_s=0.01)
+            assert unavailable(recorder)
+
+
+def test_it_is_not_waited_for_by_who_is_to_stop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call is tried again for a minute; half of that is left until somebody is killed."""
+    monkeypatch.setattr(leases, "_END_WITHIN_S", 0.1)
+    url = tmp_path / "store"
+    with publisher(open_stream(url), tmp_path / "baseline") as trainer:
+        trainer.publish(VERSIONS[0])
+        stream = open_stream(url, retry_s=3600)
+        with Follower(stream, tmp_path / "sink") as follower:
+            follower.catch_up()
+            with away(url, False), Maintainer(stream, tmp_path / "work") as maintainer:
+                for run, stop in (
+                    (lambda: [*follower.follow(poll_s=0.01)], follower.stop),
+                    (maintainer.watch, maintainer.stop),
+                ):
+                    caplog.clear()
+                    with running(run, stop) as failed:
+                        until(lambda: "it is tried again for 36" in caplog.text)
+                    assert failed == []
+                    # One outage for both of them: a success in between.
+                    stream.store._outage.note_answer()
+
+
+def test_it_is_waited_for_until_it_is_back(tmp_path: Path) -> None:
+    url, sink, recorder = tmp_path / "store", tmp_path / "sink", Recorder()
+    with publisher(open_stream(url), tmp_path / "baseline") as trainer:
+        trainer.publish(VERSIONS[0])
+        with Follower(open_stream(url), sink) as follower:
+            follower.catch_up()
+        trainer.publish(VERSIONS[1])
+        with Follower(open_stream(url, retry_s=0), sink, observer=recorder) as follower:
+            found: list[Version] = []
+
+            def wait() -> None:
+                found.append(follower.wait_for(2, 30.0, poll_s=0.01))
+
+            url.rename(tmp_path / "away")
+            with running(wait, follower.stop) as failed:
+                until(lambda: unavailable(recorder) or failed)
+                (tmp_path / "away").rename(url)
+                until(lambda: found or failed)
+            assert failed == []
+        assert held(sink) == bits(VERSIONS[1])
+
+
+def test_who_holds_what_belongs_elsewhere(tmp_path: Path) -> None:
+    """The message says which folder it is; a wrong URL ends what is to be done once."""
+    sink = tmp_path / "sink"
+    first = DictStore()
+    published(first, tmp_path / "first", VERSIONS[:1])
+    with Follower(open_stream(first), sink) as follower:
+        follower.catch_up()
+    with Follower(open_stream(tmp_path / "stroe"), sink) as follower:
+        with pytest.raises(Unavailable) as raised:
+            follower.catch_up()
+        assert str(sink) in raised.value.message
+        assert "stroe" in raised.value.message
+        assert "there was a stream" not in raised.value.message
+        assert f"give another folder than {sink}" in raised.value.hint
+    assert not (tmp_path / "stroe").exists()
+
+
+def test_a_bucket_that_looks_empty_is_noticed_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing newer is there, as it seems: how many looks say so does not matter."""
+    monkeypatch.setattr(looks, "_DOUBT_EVERY_S", 0.1)
+    store, recorder = DictStore(), Recorder()
+    published(store, tmp_path / "baseline", VERSIONS[:2])
+    with Follower(open_stream(store), tmp_path / "sink", observer=recorder) as follower:
+        found = follower.follow(poll_s=0.03)
+        assert next(found).version == 2
+        objects, store.objects = store.objects, {}
+        counts: list[int] = []
+
+        def until_told() -> None:
+            until(lambda: unavailable(recorder))
+            counts.append(len(recorder.of(CaughtUp)))
+            store.objects = objects
+            follower.stop()
+
+        with running(until_told, follower.stop):
+            assert [*found] == []
+        assert counts[0] < 20
+
+
+def test_a_lease_where_what_is_missing_may_not_be_asked_for(tmp_path: Path) -> None:
+    """As S3 answers, where one may not list."""
+    store = DictStore()
+    published(store, tmp_path / "baseline", VERSIONS[:1])
+    is_empty = True
+
+    def before(operation: str, key: str) -> None:
+        if is_empty and key == keys.STREAM:
+            raise AccessDenied("no")
+
+    keeper = leases.LeaseKeeper(HookStore(store, before))
+    assert isinstance(keeper.renew("ab" * 16, 1), AccessDenied)
+    is_empty = False
+    assert keeper.renew("ab" * 16, 1) is None
+    assert keeper.is_written
+
+
+def test_a_bucket_that_is_emptied_while_it_is_maintained(tmp_path: Path) -> None:
+    store = DictStore()
+    published(store, tmp_path / "baseline", history(12, tiny())[:10])
+    saved: dict[str, tuple[bytes, float]] = {}
+
+    def empty(operation: str, key: str) -> None:
+        if "/deltas/" in key and operation.startswith("get") and not saved:
+            saved.update(store.objects)
+            store.objects = {}
+
+    stream = open_stream(HookStore(store, empty))
+    with Maintainer(stream, tmp_path / "work") as maintainer:
+        with pytest.raises(Unavailable):
+            maintainer.run_once()
+        assert saved
+        assert store.objects == {}
+        store.objects = saved
+        assert maintainer.run_once().merge_count
+
+
+def test_another_stream_in_its_place(tmp_path: Path) -> None:
+    """No reset takes it, and nothing says that one would; what is held is held."""
+    store, sink = DictStore(), tmp_path / "sink"
+    published(store, tmp_path / "first", VERSIONS[:2])
+    with Follower(open_stream(store), sink) as follower:
+        at = follower.catch_up()
+        store.objects = {}
+        published(store, tmp_path / "other", VERSIONS[2:])
+        for reset in (False, True):
+            with pytest.raises(LineageChanged, match="another stream") as raised:
+                follower.check_known()
+            assert "reset" not in raised.value.hint
+            with pytest.raises(LineageChanged, match="another stream"):
+                follower.catch_up(reset=reset)
+            assert follower.version() == at
+    assert held(sink) == bits(VERSIONS[1])
+    # A process that never knew the right one finds that out, and says so from then on.
+    with Follower(open_stream(store), sink) as follower:
+        assert follower.version() == at
+        with pytest.raises(LineageChanged, match="another stream"):
+            follower.catch_up(reset=True)
+        with pytest.raises(LineageChanged, match="another stream"):
+            follower.version()
 
 
 def test_a_follower_that_waits_for_the_first_version(

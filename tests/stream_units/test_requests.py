@@ -60,7 +60,7 @@ def test_bytes_are_fetched_once(whole: DictStore, tmp_path: Path) -> None:
 
 
 def test_a_longer_history_costs_a_joiner_no_more(tmp_path: Path) -> None:
-    """50 versions and 400, looked after: the requests grow with the logarithm at most."""
+    """25 versions and 200, looked after: the requests grow with the logarithm at most."""
     store = DictStore()
     arrays = tiny()
     requests = {}
@@ -70,9 +70,9 @@ def test_a_longer_history_costs_a_joiner_no_more(tmp_path: Path) -> None:
         publisher(open_stream(store, policy=policy), tmp_path / "baseline") as trainer,
         Maintainer(open_stream(store), tmp_path / "work") as maintainer,
     ):
-        for version in range(1, 401):
+        for version in range(1, 201):
             trainer.publish(arrays, step=version)
-            if version in (50, 200, 400):
+            if version in (25, 100, 200):
                 maintainer.run_once()
                 for head in (True, False):
                     # Also where the hint is stale.
@@ -90,7 +90,7 @@ def test_a_longer_history_costs_a_joiner_no_more(tmp_path: Path) -> None:
             arrays = stepped(arrays, version)
     assert max(requests.values()) <= 40, requests
     for head in (True, False):
-        assert requests[400, head] <= requests[50, head] + 12, requests
+        assert requests[200, head] <= requests[25, head] + 12, requests
 
 
 @pytest.mark.parametrize("tensors", [None, ["layers.0.*"]])

@@ -15,7 +15,7 @@ from thinwire.stream.routes import Options, plan_route
 from .test_routes import options
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(options(), st.integers(1, 14), st.integers(1, 4))
 def test_every_kept_version_stays_reachable(o: Options, oldest: int, first: int) -> None:
     # Anchors of the lineage, and step deltas from the oldest that can be kept on.

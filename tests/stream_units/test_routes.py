@@ -71,7 +71,7 @@ def check_route(route: list[Hop], have: int | None, target: int, o: Options) -> 
     assert at == target
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(options(), st.none() | st.integers(1, 14), st.integers(1, 14))
 def test_plan_is_the_shortest_path(o: Options, have: int | None, target: int) -> None:
     best = cheapest(have, target, o)
@@ -136,7 +136,7 @@ def test_any_target_from_the_first_anchor(share: float) -> None:
     step_bytes = int(share * anchor_bytes)
     merges = merged_bytes(step_bytes, anchor_bytes)
     o = Options({1: anchor_bytes}, merges, 1, step_bytes)
-    for target in [*range(1, 4200, 13), 1000, 1024, 2048, 4096, 4200]:
+    for target in [*range(1, 4200, 41), 1000, 1024, 2048, 4096, 4200]:
         route = plan_route(None, target, o)
         assert route[0] == Hop("anchor", 0, 1)
         limit = 15 if target <= 1024 else 16 if target <= 2048 else 18
@@ -151,7 +151,7 @@ def test_any_target_from_the_first_anchor(share: float) -> None:
         assert route_bytes(route, o) <= 1.25 * (anchor_bytes + fewest)
 
 
-@pytest.mark.parametrize("share", [0.0007, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02])
+@pytest.mark.parametrize("share", [0.0007, 0.002, 0.005, 0.02])
 def test_joiner_with_default_policy(share: float) -> None:
     """The bar: a joiner at up to version 1000 takes one anchor and at most 16 deltas."""
     anchor_bytes = 10**9

@@ -50,8 +50,8 @@ class Follower:
         tensors: Shell patterns of the tensors to hold, such as ``["model.layers.0.*"]``: only the
             blocks that they need are fetched. None: everything.
         base: Where a copy of the model is that a stream begins with by reference.
-        accept_new_lineages: Whether to go along when the trainer restarts from older weights.
-            None: as the stream's policy says.
+        accept_new_lineages: Whether to go along when the trainer restarts from older weights; None:
+            as the stream's policy says.
         cache_dir: A folder of fetched blocks that several followers on one host share.
         cache_limit_bytes: What the cache may take.
         memory_limit_bytes: What fetching may hold in memory.
@@ -99,9 +99,8 @@ class Follower:
         self._outage = Outage(self.stream.url)
         self._is_closed = False
         self._wanted_version = 0
-        with ExitStack() as stack:
-            stack.enter_context(self.sink.own())
-            self._owning = stack.pop_all()
+        self._owning = ExitStack()
+        self._owning.enter_context(self.sink.own())
 
     def __enter__(self) -> Self:
         return self
@@ -137,8 +136,12 @@ class Follower:
         return int(getattr(self.stream.store, "relayed_bytes", 0))
 
     def version(self) -> Version | None:
-        """The version that the sink holds."""
-        mark = self._guard.mark()
+        """The version that the sink holds; asks the stream nothing.
+
+        Raises:
+            LineageChanged: It is one of another stream, as far as was read.
+        """
+        mark = self._guard.held()
         return None if mark is None else mark.to_version()
 
     def catch_up(
@@ -290,8 +293,7 @@ class Follower:
     def watch(self, *, poll_s: float = 1.0, idle_s: float = 1.0) -> Iterator[Version | None]:
         """As :meth:`follow`, and yield None every ``idle_s`` while there is nothing new.
 
-        For callers who look after something else as well. It makes no more looks than
-        :meth:`follow`.
+        For callers who look after something else as well. It makes no more looks.
         """
         yield from self._looks.updates(poll_s, float("inf"), idle_s)
 
@@ -319,6 +321,7 @@ class Follower:
     def stop(self) -> None:
         """End :meth:`follow` after the step that runs. From any thread, or a signal handler."""
         self._looks.stop()
+        self.stream.end_waits()
 
     def _chase(
         self,
@@ -353,7 +356,8 @@ class Follower:
             except LineageChanged:
                 if not reset:
                     raise
-                # What is held is no version of this stream: nothing to go on from.
+                # Of this stream, but not in it any more: nothing to go on from.
+                self._guard.mark()
                 mark = None
         if mark is not None and target == "latest" and not reset:
             following = self.stream.manifest(mark.lineage, mark.version + 1)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
+from thinwire.errors import NotFound, ThinwireError
+from thinwire.store import Store
 from thinwire.store.clock import Clock
+from thinwire.stream import keys
+from thinwire.stream.encoding import MAX_SMALL_BYTES
 
+_LOG = logging.getLogger("thinwire")
+
+# An answer of a relay that works but has not got what was asked for.
+NOT_HELD = 503
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 # Whoever tries and never tells does not keep the others out for longer.
@@ -110,3 +119,17 @@ class ProbedGate:
             self._gate.open()
         else:
             self._gate.close()
+
+
+def answers(store: Store) -> bool:
+    """Whether a store answers, be it that it has not got this."""
+    try:
+        store.get(keys.HEAD, limit_bytes=MAX_SMALL_BYTES)
+    except NotFound:
+        return True
+    except ThinwireError as error:
+        return error.context.get("status") == NOT_HELD
+    except Exception:
+        _LOG.exception("asking %s failed", store.url)
+        return False
+    return True

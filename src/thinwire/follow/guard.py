@@ -36,30 +36,38 @@ class Guard:
         self._accept_new_lineages = accept_new_lineages
         self._is_known = False
 
-    def mark(self) -> Mark | None:
-        """What the sink holds.
+    def held(self) -> Mark | None:
+        """What the sink holds; asks the stream nothing.
 
         Raises:
-            LineageChanged: It is a version of another stream.
-            Unavailable: There is no stream any more: its store is away.
+            LineageChanged: It is a version of another stream, as far as was read.
             InvalidArgument: It holds other tensors.
         """
         mark = self._sink.mark()
         if mark is None:
             return None
-        self._stream.expect()
-        if mark.stream != self._stream.record().stream:
-            raise LineageChanged(
-                f"{self._sink} holds a version of another stream than the one at "
-                f"{self._stream.url}",
-                hint="Check the URL, or follow into an empty folder",
-            )
+        if not self._stream.may_be(mark.stream):
+            raise self._other_stream()
         if mark.tensors != self._selection.patterns:
             raise InvalidArgument(
                 f"{self._sink} holds the tensors {mark.tensors or 'of the whole model'}, not "
                 f"{self._selection.patterns or 'the whole model'}",
                 hint="Follow into an empty folder, or with the same patterns",
             )
+        return mark
+
+    def mark(self) -> Mark | None:
+        """What the sink holds, once it is known to be a version of this stream.
+
+        Raises:
+            LineageChanged: It is a version of another stream.
+            Unavailable: There is no stream any more: its store is away.
+            InvalidArgument: It holds other tensors.
+        """
+        mark = self.held()
+        if mark is not None:
+            self._stream.expect(self._sink)
+            self._check_stream(mark)
         return mark
 
     def doubt(self) -> None:
@@ -74,7 +82,7 @@ class Guard:
         """Once: is the version that is held still what the stream says it was?
 
         Raises:
-            LineageChanged: The stream was replaced, or set back.
+            LineageChanged: The stream was replaced by another, or set back.
             Unavailable: There is none any more: its store is away.
         """
         if self._is_known:
@@ -82,15 +90,26 @@ class Guard:
         found = self._stream.manifest(mark.lineage, mark.version)
         if found is None:
             self._stream.forget()
-            self._stream.record()
+            self._check_stream(mark)
         if found is None or digest_of_record(found) != mark.manifest:
             raise LineageChanged(
                 f"version {mark.version}, which is held here, is not in {self._stream.url} any "
-                "more: the stream was replaced, or set back to an older state",
+                "more: the stream was set back to an older state",
                 hint="Find out who did that; reset=True (--reset) takes what the stream says now",
                 version=mark.version,
             )
         self._is_known = True
+
+    def _check_stream(self, mark: Mark) -> None:
+        if mark.stream != self._stream.record().stream:
+            raise self._other_stream()
+
+    def _other_stream(self) -> LineageChanged:
+        return LineageChanged(
+            f"{self._sink} holds a version of another stream than the one at {self._stream.url}",
+            hint="Check the URL, or follow into an empty folder: whoever begins anew there makes"
+            " another stream",
+        )
 
     def check_whole(self) -> None:
         """Refuse to prove a part of a model.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
-from thinwire.errors import NotFound, ThinwireError
+from thinwire.errors import AccessDenied, NotFound, ThinwireError
 from thinwire.store import Store
 from thinwire.stream import keys
 from thinwire.stream.encoding import encode
@@ -16,6 +17,13 @@ from thinwire.stream.records import FORMAT, LEASE_TTL_S, Lease
 _EVERY_S = LEASE_TTL_S / 3
 # A store that is away is tried again for long, and a lease ends by itself.
 _END_WITHIN_S = 3.0
+
+
+def end_soon(end: Callable[[], None]) -> None:
+    """Call what ends a lease, and wait for it, unless the store is away."""
+    ending = threading.Thread(target=end, name="thinwire-lease", daemon=True)
+    ending.start()
+    ending.join(_END_WITHIN_S)
 
 
 class LeaseKeeper:
@@ -41,12 +49,17 @@ class LeaseKeeper:
             return None
         key = keys.lease(self._holder, version)
         lease = Lease(FORMAT, self._holder, lineage, version, LEASE_TTL_S)
+        # A lease is a courtesy: nothing that is said of one ends a follower.
         try:
             # Where no stream is to be seen the store is away, and nothing is to be made there.
             self._store.get_range(keys.STREAM, 0, 0)
+        except ThinwireError as error:
+            # Some say of what is missing that nobody may look for it.
+            self._may_write = error.retryable or isinstance(error, NotFound | AccessDenied)
+            return error
+        try:
             self._store.put(key, encode(lease))
         except ThinwireError as error:
-            # A lease is a courtesy: nothing that is said of one ends a follower.
             self._may_write = error.retryable or isinstance(error, NotFound)
             return error
         before, self._key, self._written_s = self._key, key, now_s
@@ -58,11 +71,7 @@ class LeaseKeeper:
         """Remove the lease, if there is one and that takes no time."""
         key, self._key = self._key, None
         if key is not None:
-            ending = threading.Thread(
-                target=self._delete, args=(key,), name="thinwire-lease", daemon=True
-            )
-            ending.start()
-            ending.join(_END_WITHIN_S)
+            end_soon(lambda: self._delete(key))
 
     def _delete(self, key: str | None) -> None:
         # What stays ends by itself.

@@ -11,10 +11,9 @@ from thinwire.follow.wakes import Wakes
 from thinwire.stream.polling import Cadence
 from thinwire.stream.version import Version
 
-# A stream that was set back shows no newer version: so look for our own now and then.
-_LOOKS_PER_DOUBT = 64
-# Where somebody calls looks are rare, and a question more costs little.
-_CALLED_LOOKS_PER_DOUBT = 4
+# A stream that was set back, or is not there any more, shows no newer version: so look for our own
+# now and then.
+_DOUBT_EVERY_S = 120.0
 
 
 class Looks:
@@ -66,13 +65,11 @@ class Looks:
         self._yielded_s = time.monotonic()
         at: Version | None = None
         cadence = Cadence()
-        look_count = 0
+        doubted_s = time.monotonic()
         while not self.is_stopped:
-            look_count += 1
-            is_called = self.wakes.are_expected
-            if look_count >= (_CALLED_LOOKS_PER_DOUBT if is_called else _LOOKS_PER_DOUBT):
+            if time.monotonic() - doubted_s >= _DOUBT_EVERY_S:
                 self._doubt()
-                look_count = 0
+                doubted_s = time.monotonic()
             found = self._try()
             now_s = time.monotonic()
             if found is not None and (at is None or found.manifest != at.manifest):

@@ -23,11 +23,17 @@ class KnownStore(StoreWrapper):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
-        self._is_expected = False
+        self._was_read = self._is_expected = False
+        self._holder = ""
 
-    def expect(self) -> None:
-        """A stream is known to have been there, be it by another process."""
+    def expect(self, holder: object = "") -> None:
+        """A stream is known to have been there, be it by another process.
+
+        Args:
+            holder: What holds a version of it, or knows it otherwise, such as a folder.
+        """
         self._is_expected = True
+        self._holder = str(holder) or self._holder
 
     def get(self, key: str, *, limit_bytes: int) -> bytes:
         """See ``Store.get``.
@@ -38,16 +44,20 @@ class KnownStore(StoreWrapper):
         try:
             data = super().get(key, limit_bytes=limit_bytes)
         except NotFound as error:
-            if key != keys.STREAM or not self._is_expected:
+            if key != keys.STREAM or not (self._was_read or self._is_expected):
                 raise
-            raise Unavailable(
-                f"there was a stream at {self.url}, and there is none now",
-                hint="Is the store mounted, and the URL right? No other stream is made in its"
-                " place: one that is meant to be another needs other folders here",
-                url=self.url,
-            ) from error
-        self._is_expected |= key == keys.STREAM
+            raise self._away() from error
+        self._was_read |= key == keys.STREAM
         return data
+
+    def _away(self) -> Unavailable:
+        what = f"there was a stream at {self.url}, and there is none now"
+        hint = "Is the store mounted, and the URL right? No other stream is made in its place"
+        if self._holder:
+            hint += f". To begin or follow another one, give another folder than {self._holder}"
+            if not self._was_read:
+                what = f"{self._holder} belongs to a stream, and there is none at {self.url}"
+        return Unavailable(what, hint=hint, url=self.url)
 
 
 class Outage:

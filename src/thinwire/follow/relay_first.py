@@ -19,7 +19,7 @@ from thinwire.errors import (
     Unavailable,
 )
 from thinwire.follow.absence import Absences
-from thinwire.follow.gates import Gate, ProbedGate
+from thinwire.follow.gates import NOT_HELD, Gate, ProbedGate, answers
 from thinwire.follow.proving import prove
 from thinwire.store import Entry, Store
 from thinwire.store.clock import Clock
@@ -41,8 +41,6 @@ _LONGEST_DATA_PAUSE_S = 600.0
 _SOON_S = 5.0
 # A doubt so long is said aloud.
 _TOLD_DOUBT_S = 20.0
-# An answer of a relay that works but has not got what was asked for.
-_NOT_HELD = 503
 
 
 class _Origin(threading.local):
@@ -61,8 +59,8 @@ class RelayFirst(StoreWrapper):
         self._relay = relay
         self._trusted_keys = trusted_keys
         self._clock = clock
-        self._presence = ProbedGate(lambda: _answers(relay), clock)
-        self._upstream_gate = ProbedGate(lambda: _answers(upstream), clock)
+        self._presence = ProbedGate(lambda: answers(relay), clock)
+        self._upstream_gate = ProbedGate(lambda: answers(upstream), clock)
         self._records_honesty = Gate(clock)
         self._data_honesty = Gate(clock, _LONGEST_DATA_PAUSE_S)
         self._is_lease_told = False
@@ -137,6 +135,10 @@ class RelayFirst(StoreWrapper):
             yield first
             # What fails from here on is listed again from there.
             yield from entries
+
+    def stand_in(self) -> str:
+        """The relay, while it alone is asked because the store does not answer; else empty."""
+        return "" if self._upstream_gate.is_open else self._relay.url
 
     def judge(self, wrong: str | None) -> bool:
         """Note how this thread's last data was; returns whether the relay gave it.
@@ -271,15 +273,15 @@ class RelayFirst(StoreWrapper):
                 return ask()
             except Unavailable as error:
                 wait_s = error.context.get("retry_after_s")
-                if "status" not in error.context and _answers(self._relay):
+                if "status" not in error.context and answers(self._relay):
                     wait_s = 1.0
-                elif error.context.get("status") != _NOT_HELD or wait_s is None:
+                elif error.context.get("status") != NOT_HELD or wait_s is None:
                     raise
                 wait_s = min(max(wait_s, 0.1), _LONGEST_BUSY_WAIT_S) * random.uniform(0.5, 1.5)
                 if self._clock.now() + wait_s > end_s:
                     # It answers, but is of no use for data.
                     self._data_honesty.close()
-                    raise Unavailable(error.message, hint=error.hint, status=_NOT_HELD) from None
+                    raise Unavailable(error.message, hint=error.hint, status=NOT_HELD) from None
                 self._clock.sleep_until(self._clock.now() + wait_s)
 
     def _is_replaced(self) -> bool:
@@ -370,7 +372,7 @@ class RelayFirst(StoreWrapper):
 
     def _close(self, error: StoreError) -> None:
         """The relay failed; not so if it only has not got this."""
-        if error.context.get("status") == _NOT_HELD:
+        if error.context.get("status") == NOT_HELD:
             self._presence.open()
             return
         was_open = self._presence.is_open
@@ -383,17 +385,3 @@ class RelayFirst(StoreWrapper):
                 self.url,
                 pause_s,
             )
-
-
-def _answers(store: Store) -> bool:
-    """Whether a store answers, be it that it has not got this."""
-    try:
-        store.get(keys.HEAD, limit_bytes=MAX_SMALL_BYTES)
-    except NotFound:
-        return True
-    except ThinwireError as error:
-        return error.context.get("status") == _NOT_HELD
-    except Exception:
-        _LOG.exception("asking %s failed", store.url)
-        return False
-    return True

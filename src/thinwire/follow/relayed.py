@@ -13,7 +13,7 @@ from collections.abc import Collection
 from thinwire.follow.relay_first import RelayFirst
 from thinwire.store import Store
 from thinwire.store.clock import Clock, SystemClock
-from thinwire.store.wrappers import RetryingStore, StoreWrapper
+from thinwire.store.wrappers import RetryingStore, StoreWrapper, end_waits
 
 
 class RelayedStore(StoreWrapper):
@@ -46,8 +46,17 @@ class RelayedStore(StoreWrapper):
     ) -> None:
         clock = clock or SystemClock()
         self._relay_first = RelayFirst(relay, upstream, frozenset(trusted_keys), clock)
-        super().__init__(RetryingStore(self._relay_first, retry_s, clock=clock))
+        super().__init__(
+            RetryingStore(
+                self._relay_first, retry_s, clock=clock, stand_in=self._relay_first.stand_in
+            )
+        )
         self.upstream: Store = RetryingStore(upstream, retry_s, clock=clock)
+
+    def end_waits(self) -> None:
+        """See ``StoreWrapper.end_waits``; both ways."""
+        super().end_waits()
+        end_waits(self.upstream)
 
     def distrust(self, what: str) -> bool:
         """What this thread read last was wrong data; returns whether the relay gave it.

@@ -19,6 +19,7 @@ from thinwire.errors import (
 )
 from thinwire.follow.presence import KnownStore
 from thinwire.store import Store
+from thinwire.store.wrappers import end_waits
 from thinwire.stream import keys
 from thinwire.stream.encoding import (
     MAX_MANIFEST_BYTES,
@@ -98,6 +99,8 @@ class Stream:
             )
         self._known = KnownStore(store)
         self._record: StreamRecord | None = None
+        # Of all streams that were read here: one may have been replaced.
+        self._ids: set[str] = set()
         self._lock = threading.Lock()
 
     @property
@@ -120,14 +123,35 @@ class Stream:
                 self._record = self._read_record()
             return self._record
 
-    def expect(self) -> None:
-        """Say that there was a stream at this URL: if there is none now, the store is away."""
-        self._known.expect()
+    def expect(self, holder: object = "") -> None:
+        """Say that there was a stream at this URL: if there is none now, the store is away.
+
+        Args:
+            holder: What holds a version of it, such as a folder.
+        """
+        self._known.expect(holder)
+
+    def may_be(self, stream: str) -> bool:
+        """Whether it is the stream of that id, as far as was read; asks the store nothing."""
+        return not self._ids or stream in self._ids
 
     def forget(self) -> None:
         """Have :meth:`record` read again: its policy may have been changed."""
         with self._lock:
             self._record = None
+
+    def check_there(self) -> None:
+        """Make sure that the stream is still there, before something is made in it.
+
+        Raises:
+            NotFound, Unavailable: As :meth:`record`.
+        """
+        self.forget()
+        self.record()
+
+    def end_waits(self) -> None:
+        """Have calls to the store that are being tried again fail now. From any thread."""
+        end_waits(self.store)
 
     def check_key(self) -> None:
         """Refuse to write unsigned records to a signed stream: pinned followers could not use them.
@@ -355,7 +379,9 @@ class Stream:
                 hint="Check the URL; the first publish makes the stream",
                 url=self.url,
             ) from error
-        return parse(data, StreamRecord, self._name(keys.STREAM), self.trusted_keys)
+        record = parse(data, StreamRecord, self._name(keys.STREAM), self.trusted_keys)
+        self._ids.add(record.stream)
+        return record
 
     def _check_belongs(self, record: Manifest | Merge | Anchor, lineage: str, key: str) -> None:
         if record.lineage != lineage or record.stream != self.record().stream:

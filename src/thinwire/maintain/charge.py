@@ -9,6 +9,7 @@ from pathlib import Path
 
 from thinwire.errors import FormatError, NotFound, StreamError, ThinwireError
 from thinwire.follow import Stream
+from thinwire.follow.leases import end_soon
 from thinwire.stream import keys
 from thinwire.stream.blocks import digest_of
 from thinwire.stream.encoding import MAX_SMALL_BYTES, encode, parse_hint
@@ -50,13 +51,17 @@ class Charge:
             self._write()
 
     def end(self) -> None:
-        """Let another one be in charge."""
+        """Let another one be in charge, if that takes no time."""
+        end_soon(self._end)
+
+    def _end(self) -> None:
         with suppress(ThinwireError):
             held = self._lease()
             if held is not None and held.holder == self._holder:
                 self._stream.store.delete([keys.maintainer()])
 
     def _write(self) -> None:
+        self._stream.check_there()
         mine = Lease(FORMAT, self._holder, "0" * 32, 1, _LEASE_TTL_S)
         self._stream.store.put(keys.maintainer(), encode(mine))
         self._written_s = time.monotonic()

@@ -125,6 +125,9 @@ class Inventory:
         Args:
             stream: The stream.
             forget_before_ms: What was dropped before is not mentioned any more.
+
+        Raises:
+            Unavailable: The stream is gone meanwhile: its store is away.
         """
         now = stream.catalog(self.begin.lineage)
         self._heed(now)
@@ -134,6 +137,7 @@ class Inventory:
         signer = "" if stream.signing_key is None else stream.signing_key.public
         is_new = msgspec.structs.replace(catalog, **same) != msgspec.structs.replace(now, **same)
         if is_new or signer != now.signer:
+            stream.check_there()
             _, data = seal(catalog, stream.signing_key)
             stream.store.put(keys.catalog(catalog.lineage), data)
 

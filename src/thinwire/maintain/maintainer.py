@@ -119,6 +119,7 @@ class Maintainer:
         """End :meth:`watch` after the piece of work that runs. From any thread, or a handler."""
         self._is_stopped = True
         self._wakes.put(None)
+        self.stream.end_waits()
 
     def watch(self, every_s: float = 10.0) -> None:
         """Look after the stream until :meth:`stop`; failures that may pass are told and retried.

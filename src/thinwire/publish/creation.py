@@ -65,7 +65,7 @@ def create_stream(stream: Stream, noted: Mapping[str, str] | None = None) -> Str
             no key, or it has another policy than the one asked for.
     """
     if noted:
-        stream.expect()
+        stream.expect(", ".join(sorted(noted.values())))
     try:
         record = stream.record()
         _check_noted(stream, record, noted or {})

@@ -89,7 +89,7 @@ class Publisher:
         self.stream = stream if isinstance(stream, Stream) else open_stream(stream)
         self._sink = CheckpointSink(folder, workers=workers)
         if self._sink.mark() is not None:
-            self.stream.expect()
+            self.stream.expect(self._sink)
         create_stream(self.stream)
         self._observers = Observers(observer)
         self._is_closed = False

@@ -247,6 +247,8 @@ class FileStore:
         # The object may have been deleted already, and its folder with it.
         with suppress(FileNotFoundError):
             sync_folder(target.parent)
+        if not self._folder.was_seen:
+            self._folder.check_there()
 
     def _explained(self, error: OSError, key: str, target: Path) -> StoreError | None:
         if isinstance(error, IsADirectoryError) or (
@@ -258,7 +260,7 @@ class FileStore:
                 key=key,
                 url=self.url,
             )
-        if error.errno in _NO_LINKS:
+        if isinstance(error, _NoLinksError):
             return UnsafeStore(
                 f"cannot create {key} in {self.url}: this file system has no hard links",
                 hint="Use another file system, or open the store with single_writer=True"
@@ -322,6 +324,10 @@ def _copy(source: BinaryIO, file: BinaryIO) -> None:
         file.write(piece)
 
 
+class _NoLinksError(OSError):
+    """The file system makes no hard links."""
+
+
 def _link(made: Path, target: Path) -> None:
     try:
         os.link(made, target)
@@ -329,3 +335,7 @@ def _link(made: Path, target: Path) -> None:
         # Over NFS the answer to a link that was made may be lost and asked for again.
         if made.stat().st_nlink < 2 or not made.samefile(target):
             raise
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            raise _NoLinksError from error
+        raise

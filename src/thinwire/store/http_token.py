@@ -17,6 +17,8 @@ _LOG = logging.getLogger("thinwire")
 TOKEN_VARIABLE = "THINWIRE_HTTP_TOKEN"
 TOKEN_FILE_VARIABLE = "THINWIRE_HTTP_TOKEN_FILE"
 _MAX_TOKEN_LETTERS = 512
+# Files that were warned of: two options may name one.
+_TOLD: set[str] = set()
 
 
 def token_for(parts: SplitResult, environment: Mapping[str, str]) -> str:
@@ -53,7 +55,8 @@ def tell_if_open(file: BufferedReader) -> None:
     Of a signing key that is an error. These come from a mount as well, whose mode is not theirs.
     """
     mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    if mode & 0o007:
+    if mode & 0o007 and file.name not in _TOLD:
+        _TOLD.add(file.name)
         _LOG.warning(
             "everybody on this machine may use the token in %s (its mode is %o): chmod 600",
             file.name,
@@ -72,9 +75,16 @@ def _token(environment: Mapping[str, str]) -> str:
                 token = file.read(_MAX_TOKEN_LETTERS + 2).decode("ascii", "replace")
         except OSError as error:
             raise from_os_error(error, "cannot read", name) from error
+    lines = token.splitlines()
+    if len(lines) > 1:
+        raise InvalidArgument(
+            f"{source} holds {len(lines)} lines", hint="Give a file with one token alone"
+        )
     token = token.strip()
     is_plain = token.isascii() and token.isprintable() and " " not in token
-    if not is_plain or len(token) > _MAX_TOKEN_LETTERS:
+    # An empty variable is none; an empty file is one that somebody forgot to fill.
+    is_missing = not token and source != TOKEN_VARIABLE
+    if is_missing or not is_plain or len(token) > _MAX_TOKEN_LETTERS:
         raise InvalidArgument(
             f"{source} holds no token", hint="A token is printable ASCII letters on one line"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import random
 import threading
 from collections import Counter
@@ -13,13 +13,13 @@ from typing import TypeVar
 
 from thinwire.errors import AlreadyExists, NotFound, StoreError
 from thinwire.store.clock import Clock, SystemClock
+from thinwire.store.outage import Outage
 from thinwire.store.store import Entry, Store
 
 T = TypeVar("T")
 
-_LOG = logging.getLogger("thinwire")
-# A call that is being tried again is told of this often.
-_TELL_EVERY_S = 10.0
+# A wait ends so soon once it is to end.
+_NOTICE_S = 0.5
 
 # A listing is answered in pages of so many entries, a bulk delete in requests of so many keys.
 PAGE = 1_000
@@ -38,6 +38,10 @@ class StoreWrapper:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._store!r})"
+
+    def end_waits(self) -> None:
+        """Have calls that are being tried again fail now. From any thread, or a signal handler."""
+        end_waits(self._store)
 
     def get(self, key: str, *, limit_bytes: int) -> bytes:
         """See ``Store.get``."""
@@ -68,6 +72,12 @@ class StoreWrapper:
         self._store.delete(keys)
 
 
+def end_waits(store: Store) -> None:
+    """Have calls to a store that are being tried again fail now: whoever made them is to stop."""
+    if isinstance(store, StoreWrapper):
+        store.end_waits()
+
+
 class RetryingStore(StoreWrapper):
     """Tries again what failed with a retryable error.
 
@@ -77,6 +87,17 @@ class RetryingStore(StoreWrapper):
 
     A write whose answer was lost is made again. So ``put_if_absent`` may answer ``AlreadyExists``
     although its own first attempt created the object: the caller compares the bytes.
+
+    What lasts is one outage, however many calls fail in it.
+
+    Args:
+        store: The store.
+        deadline_s: As said.
+        first_wait_s: The bound of the first wait.
+        longest_wait_s: The longest bound.
+        clock: Tells the time.
+        randomness: Chooses the waits.
+        stand_in: Who answers in the store's place just now; empty: nobody.
     """
 
     def __init__(
@@ -88,6 +109,7 @@ class RetryingStore(StoreWrapper):
         longest_wait_s: float = 10.0,
         clock: Clock | None = None,
         randomness: random.Random | None = None,
+        stand_in: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__(store)
         self._deadline_s = deadline_s
@@ -95,6 +117,14 @@ class RetryingStore(StoreWrapper):
         self._longest_wait_s = longest_wait_s
         self._clock = clock or SystemClock()
         self._random = randomness or random.Random()
+        self._stand_in = stand_in
+        self._outage = Outage(store.url, self._clock)
+        self._ended_s = -math.inf
+
+    def end_waits(self) -> None:
+        """See ``StoreWrapper.end_waits``; calls that begin later are tried again as ever."""
+        self._ended_s = self._clock.now()
+        super().end_waits()
 
     def get(self, key: str, *, limit_bytes: int) -> bytes:
         """See ``Store.get``."""
@@ -127,6 +157,7 @@ class RetryingStore(StoreWrapper):
             except StoreError as error:
                 pause(error)
             else:
+                self._outage.note_answer(self._stand_in())
                 return
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -136,47 +167,42 @@ class RetryingStore(StoreWrapper):
 
     def _retrying(self, call: Callable[[], T]) -> T:
         pause = self._pause()
-        failed_s: float | None = None
         while True:
             try:
                 found = call()
             except StoreError as error:
-                if not error.retryable:
-                    self._tell_back(failed_s)
-                elif failed_s is None:
-                    failed_s = self._clock.now()
                 pause(error)
             else:
-                self._tell_back(failed_s)
+                self._outage.note_answer(self._stand_in())
                 return found
-
-    def _tell_back(self, failed_s: float | None) -> None:
-        if failed_s is not None:
-            _LOG.warning("%s answers again, %.1f s later", self.url, self._clock.now() - failed_s)
 
     def _pause(self) -> Callable[[StoreError], None]:
         """What to call, once per failure of one operation: it waits, or raises the failure."""
         tries = 0
-        give_up_s = tell_s = 0.0
+        give_up_s = 0.0
+        begun_s = self._clock.now()
 
         def pause(error: StoreError) -> None:
-            nonlocal tries, give_up_s, tell_s
+            nonlocal tries, give_up_s
             now_s = self._clock.now()
             if tries == 0:
                 give_up_s = now_s + self._deadline_s
-                tell_s = now_s
             bound_s = min(self._longest_wait_s, self._first_wait_s * 2.0 ** min(tries, 40))
             tries += 1
             until_s = now_s + self._random.uniform(0, bound_s)
-            if not error.retryable or until_s > give_up_s:
-                error.context["tries"] = tries
+            error.context["tries"] = tries
+            if not error.retryable:
+                self._outage.note_answer(self._stand_in())
                 raise error
-            if now_s >= tell_s:
-                # Whoever waits for the store must see that it is the store.
-                left_s = give_up_s - now_s
-                _LOG.warning("%s; it is tried again for %.0f s", error.message, left_s)
-                tell_s = now_s + _TELL_EVERY_S
-            self._clock.sleep_until(until_s)
+            if until_s > give_up_s or self._ended_s > begun_s:
+                raise error
+            # Whoever waits for the store must see that it is the store.
+            self._outage.note_failure(error, give_up_s - now_s)
+            while now_s < until_s:
+                self._clock.sleep_until(min(until_s, now_s + _NOTICE_S))
+                if self._ended_s > begun_s:
+                    raise error
+                now_s = self._clock.now()
 
         return pause
 

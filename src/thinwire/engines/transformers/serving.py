@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from thinwire.engines.transformers.protocol import Limits
 from thinwire.engines.transformers.sampling import Sampler
 from thinwire.engines.transformers.server import Service
 from thinwire.engines.transformers.worker import Worker
-from thinwire.errors import InvalidArgument
+from thinwire.errors import InvalidArgument, NotFound, Unavailable
 from thinwire.follow import Follower, open_stream
 from thinwire.report import HubClient
 from thinwire.store import Store
@@ -117,7 +117,10 @@ def serving(
         newest = Newest()
         observers = Observers(observer, newest, hub)
         follower = stack.enter_context(Follower(stream, sink, observer=observers, **options))
-        # What is in the folder already is served at once, and what does not fit is told now.
+        # What is in the folder already is served at once, and what does not fit is told now, unless
+        # there is nobody to be asked.
+        with suppress(NotFound, Unavailable):
+            stream.record()
         follower.version()
         following = Following(
             follower,
