@@ -90,7 +90,7 @@ QUICK = Settings(
     group_size=4,
     learning_rate=5e-4,
     step_s=1.0,
-    plan=Plan(kill=2, add=2, cut=3, cut_steps=11),
+    plan=Plan(kill=2, add=2, cut=3, cut_steps=17),
     full_versions=1,
     arc_versions=1,
     samplers_a_region=1,
