@@ -134,7 +134,7 @@ def test_a_store_that_is_away_is_no_place_for_another_stream(
     (tmp_path / "store").rename(tmp_path / "away")
     if is_empty:
         url.mkdir()
-    with pytest.raises(Unavailable, match=r"was a stream at .*store, and there is none") as raised:
+    with pytest.raises(Unavailable, match=r"baseline.* belongs to a stream") as raised:
         publisher(open_stream(url), tmp_path / "baseline")
     assert "mounted" in raised.value.hint
     assert not any(tmp_path.glob("store/*"))

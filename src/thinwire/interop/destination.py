@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,11 @@ from thinwire.interop.formats import Format
 from thinwire.interop.held_record import HeldRecord
 from thinwire.interop.hf import pointer_to
 from thinwire.interop.mirror_record import MirroredVersion, MirrorRecord
+from thinwire.interop.uploading import upload_all
 from thinwire.store import Store
 
 # Where nothing is ever deleted, the record need not name what is long past.
 _NAMED_VERSIONS = 256
-_UPLOADS = 4
 _MAX_POINTER_BYTES = 1024
 # A last file up to this size is put if absent, for which it is held in memory.
 _MAX_COMMIT_BYTES = 64 << 20
@@ -259,10 +258,8 @@ class Destination:
         name = keys[0].partition("/")[0] if self.format.has_folders else keys[-1]
         self._begin_writing(name, keys, version)
 
-        with ThreadPoolExecutor(_UPLOADS) as pool:
-            # An upload that failed is raised here, before anything is committed.
-            for _ in pool.map(self._upload, files[:-1]):
-                self._between()
+        # What failed is raised here, before anything is committed.
+        upload_all(files[:-1], self._upload, self._between)
         if full is not None:
             # Uploaded from where they lie.
             full.check_unchanged()
