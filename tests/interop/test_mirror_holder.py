@@ -15,7 +15,7 @@ from tests.interop.schedules import Yield, explore
 
 from thinwire.checkpoint import Checkpoint
 from thinwire.errors import AlreadyExists, Fenced, LimitExceeded, Unavailable, UnsafeStore
-from thinwire.interop import destination, held_record
+from thinwire.interop import held_record, uploading
 from thinwire.interop.destination import Destination
 from thinwire.interop.formats import format_named
 from thinwire.interop.held_record import HeldRecord
@@ -260,7 +260,7 @@ def test_orders_of_two_that_write_versions(
     mirrored_versions: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every order with at most two changes from one to the other before it ends."""
-    monkeypatch.setattr(destination, "_UPLOADS", 1)
+    monkeypatch.setattr(uploading, "_UPLOADS", 1)
     # As few calls as a version can have.
     small = tmp_path / "small"
     small.mkdir()
